@@ -1,0 +1,1 @@
+"""The `hetjax` command; each subcommand is imported when it is first used."""

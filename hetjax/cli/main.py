@@ -1,0 +1,71 @@
+"""The root command: subcommands by name, each imported when it runs; the exit codes.
+
+Exit codes: 0 good; 1 input or usage, or a negative answer; 2 a fault of ours; 3 refused, with the
+reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from hetjax.ir.errors import HetjaxError, MicrobatchError
+
+EXIT_GOOD, EXIT_NEGATIVE, EXIT_FAULT, EXIT_REFUSED = 0, 1, 2, 3
+
+# subcommand -> (module, attribute, one-line help). The help stands here so that `hetjax --help` imports no subcommand.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "check": ("hetjax.cli.check", "check", "Run plain jit and hetjax side by side and compare every leaf."),
+    "demo": ("hetjax.cli.demo", "demo", "Train a small GPT across two unlike sites and prove it equal to plain jit."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        return getattr(importlib.import_module(module), attribute)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][2]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hetjax", prog_name="hetjax")
+def cli() -> None:
+    """Runs unmodified Flax train steps across unlike devices."""
+
+
+def main(args: list[str] | None = None) -> Any:
+    """Runs the command line and exits with one of the codes above."""
+    try:
+        result = cli.main(args=args, prog_name="hetjax", standalone_mode=False)
+        sys.exit(result if isinstance(result, int) else EXIT_GOOD)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(EXIT_NEGATIVE)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(EXIT_NEGATIVE)
+    except MicrobatchError as error:
+        click.echo(f"refused: {error}", err=True)
+        sys.exit(EXIT_REFUSED)
+    except HetjaxError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_NEGATIVE)
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        click.echo("This is a fault of hetjax, not of your input.", err=True)
+        sys.exit(EXIT_FAULT)

@@ -1,0 +1,1 @@
+"""The shipped demonstration: a small Flax GPT on two unlike sites."""

@@ -1,0 +1,1 @@
+"""Turns a user's function into a graph and back: linen, nnx and plain JAX."""

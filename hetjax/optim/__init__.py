@@ -1,0 +1,1 @@
+"""Optimizers; usable without the parallelizer."""

@@ -1,0 +1,1 @@
+"""Compiles and executes programs; knows nothing of search."""

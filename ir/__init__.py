@@ -1,0 +1,1 @@
+"""What a program, a machine and a plan are; imports nothing else of hetjax."""

@@ -1,0 +1,1 @@
+"""Numeric work on arrays and bytes; imports nothing else of hetjax."""

@@ -1,0 +1,22 @@
+"""Set before jax is imported: eight CPU devices, and threads enough that collectives never starve."""
+
+import os
+import pathlib
+
+# On a machine with few cores, collectives of many forced CPU devices wait for threads that never come; NPROC gives them theirs.
+os.environ["NPROC"] = "32"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> pathlib.Path:
+    """The folder of shared cases and data; a test that needs it says so when it is absent."""
+    root = pathlib.Path(__file__).resolve().parents[1]
+    path = pathlib.Path(os.environ.get("HETJAX_SHARED", root.parent / "shared"))
+    if not path.is_dir():
+        pytest.skip(f"the shared cases are not at {path}; set HETJAX_SHARED")
+    return path
