@@ -1,0 +1,144 @@
+"""What a schedule is made from: plain numbers, no model and no devices.
+
+    device 0        boundary 0        device 1        boundary 1        device 2
+    stage 0   --- latency, serialisation --->   stage 1   --- ... --->   stage 2
+
+A microbatch goes forward through stages 0, 1, ..., S-1 and its gradient comes back through S-1, ..., 0.
+A boundary carries the activation one way and its gradient the other way. Serialisation is the time the
+link is busy with one transfer (bytes over bandwidth); latency is the time a transfer is under way on
+top of that, during which the link may carry the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from hetjax.ir.errors import PlanError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineCosts:
+    """The numbers of one pipeline step.
+
+    Attributes:
+      forward_s: seconds of one microbatch's forward, per stage.
+      backward_s: seconds of one microbatch's whole backward (input and weight gradient), per stage.
+      num_microbatches: M.
+      latency_s: seconds of latency one way, per boundary (stages - 1 of them); () means none.
+      serialisation_s: seconds the link is occupied by one transfer, per boundary; () means none.
+      max_in_flight: the most microbatches whose activations a device may hold at once, per device,
+        counted over all of its stages; None means no limit.
+      weight_share: the share of the backward that is weight gradient (W); the rest is input
+        gradient (I). Only schedules that split the backward use it.
+      device_of: the device that runs each stage; () means stage i on device i.
+      uplinks: per boundary, the name of the line its transfers share with other boundaries of the
+        same name; "" means that it shares with nobody but boundaries between the same two devices.
+      half_duplex: names of lines (or "*" for all) on which both directions share the capacity.
+      sync_s: seconds of gradient synchronisation across replicas, per stage; () means none. It uses
+        the device's network, not its compute units.
+      update_s: seconds of the optimizer, per stage; () means none.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    num_microbatches: int
+    latency_s: tuple[float, ...] = ()
+    serialisation_s: tuple[float, ...] = ()
+    max_in_flight: tuple[int, ...] | None = None
+    weight_share: float = 0.5
+    device_of: tuple[int, ...] = ()
+    uplinks: tuple[str, ...] = ()
+    half_duplex: tuple[str, ...] = ()
+    sync_s: tuple[float, ...] = ()
+    update_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.forward_s)
+        boundaries = max(num_stages - 1, 0)
+        defaults = {
+            "latency_s": (0.0,) * boundaries, "serialisation_s": (0.0,) * boundaries,
+            "device_of": tuple(range(num_stages)), "uplinks": ("",) * boundaries,
+            "sync_s": (0.0,) * num_stages, "update_s": (0.0,) * num_stages,
+        }
+        for name, default in defaults.items():
+            object.__setattr__(self, name, tuple(getattr(self, name)) or default)
+        for name in ("forward_s", "backward_s", "half_duplex"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.max_in_flight is not None:
+            object.__setattr__(self, "max_in_flight", tuple(self.max_in_flight))
+        problems = _problems(self)
+        if problems:
+            raise PlanError("these pipeline costs cannot be scheduled:\n" + "\n".join(
+                f"  {p}" for p in problems))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_s)
+
+    @property
+    def num_devices(self) -> int:
+        return max(self.device_of) + 1
+
+    @property
+    def input_s(self) -> tuple[float, ...]:
+        """Returns the seconds of the input-gradient half (I) per stage."""
+        return tuple(b * (1 - self.weight_share) for b in self.backward_s)
+
+    @property
+    def weight_s(self) -> tuple[float, ...]:
+        """Returns the seconds of the weight-gradient half (W) per stage."""
+        return tuple(b * self.weight_share for b in self.backward_s)
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        return tuple(s for s, d in enumerate(self.device_of) if d == device)
+
+    def limit(self, device: int) -> int | None:
+        """Returns the most activations the device may hold, or None where nothing limits it."""
+        return None if self.max_in_flight is None else self.max_in_flight[device]
+
+    def replace(self, **changes) -> PipelineCosts:
+        return dataclasses.replace(self, **changes)
+
+
+def _problems(costs: PipelineCosts) -> list[str]:
+    """Returns every reason why these numbers make no pipeline."""
+    out = []
+    stages = costs.num_stages
+    if stages == 0:
+        return ["forward_s is empty; give one number per stage"]
+    for name, expected in (
+        ("backward_s", stages), ("sync_s", stages), ("update_s", stages), ("device_of", stages),
+        ("latency_s", stages - 1), ("serialisation_s", stages - 1), ("uplinks", stages - 1),
+    ):
+        if len(getattr(costs, name)) != expected:
+            what = "stage" if expected == stages else "boundary between stages"
+            out.append(
+                f"{name} has {len(getattr(costs, name))} entries, expected {expected}: one per {what}"
+                f" of the {stages} in forward_s")
+    for name in ("forward_s", "backward_s", "latency_s", "serialisation_s", "sync_s", "update_s"):
+        out += _negative(name, getattr(costs, name))
+    if not isinstance(costs.num_microbatches, int) or costs.num_microbatches < 1:
+        out.append(f"num_microbatches is {costs.num_microbatches!r}; it must be an integer of at least 1")
+    if not 0 <= costs.weight_share <= 1:
+        out.append(f"weight_share is {costs.weight_share}; it is a share, from 0 to 1")
+    devices = set(costs.device_of)
+    if devices != set(range(len(devices))):
+        out.append(f"device_of names devices {sorted(devices)}; number them 0, 1, ... without gaps")
+    elif costs.max_in_flight is not None:
+        if len(costs.max_in_flight) != len(devices):
+            out.append(
+                f"max_in_flight has {len(costs.max_in_flight)} entries, expected {len(devices)}: one"
+                " per device")
+        for d, k in enumerate(costs.max_in_flight):
+            if not isinstance(k, int) or k < 1:
+                out.append(f"max_in_flight[{d}] is {k!r}; a device must hold at least one microbatch")
+    return out
+
+
+def _negative(name: str, values: Sequence[float]) -> list[str]:
+    return [
+        f"{name}[{i}] is {v!r}; it must be a finite number of seconds, zero or more"
+        for i, v in enumerate(values) if not (isinstance(v, (int, float)) and math.isfinite(v) and v >= 0)
+    ]
