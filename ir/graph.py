@@ -96,6 +96,38 @@ class Handle:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Symbol:
+    """A parameter that is one of a fixed set: a dtype ("f32"), an enum member, a PRNG ("PRNG.threefry2x32").
+
+    Attributes:
+      name: what is printed, without quotes.
+    """
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """A parameter with named fields, such as the dimension numbers of a gather.
+
+    Fields read as attributes (`record.offset_dims`), as they do on the object JAX uses.
+
+    Attributes:
+      kind: the JAX type's name: "GatherDimensionNumbers".
+      fields: (name, value) pairs in the order that type declares; values as in `Op.params`.
+    """
+
+    kind: str
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        for field, value in object.__getattribute__(self, "fields"):
+            if field == name:
+                return value
+        raise AttributeError(f"{self.kind} has no field {name!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
     """What one op costs, counted from shapes (not measured).
 
@@ -119,7 +151,7 @@ class Op:
       inputs: refs and literals read.
       outputs: refs defined, one per result, unused ones included.
       params: name and value of each parameter, sorted by name; values are Python literals, tuples,
-        `Handle`s, or `Graph`s (nested regions).
+        `Symbol`s, `Record`s, `Aval`s, `Handle`s, or `Graph`s (nested regions).
       region: one of `REGIONS`, or "".
       block: the module path, e.g. "Transformer/block_3/attn", or "".
       source: "file.py:41" of the user's line, or "".
@@ -237,6 +269,9 @@ def subgraphs(op: Op) -> Iterator[Graph]:
             yield value
         elif isinstance(value, tuple):
             for v in value:
+                yield from walk(v)
+        elif isinstance(value, Record):
+            for _, v in value.fields:
                 yield from walk(v)
 
     for _, value in op.params:
