@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hetjax.ir.cluster import Cluster
-from hetjax.ir.graph import Graph
-from hetjax.ir.microbatching import Microbatching
-from hetjax.ir.plan import Plan
-from hetjax.ir.program import Program
+if TYPE_CHECKING:
+    from hetjax.ir.cluster import Cluster
+    from hetjax.ir.graph import Graph
+    from hetjax.ir.microbatching import Microbatching
+    from hetjax.ir.plan import Plan
+    from hetjax.ir.program import Program
 
 
 @dataclasses.dataclass(frozen=True)

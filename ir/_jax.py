@@ -1,0 +1,156 @@
+"""The one door to private JAX names. Checked against jax 0.10; each name carries its reason.
+
+`jax.extend.core` is semi-public: it promises no deprecation window, so it enters here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as _core  # DropVar and effects; jax.extend.core has no constructor for the first
+from jax._src import source_info_util as _siu  # user's file:line and the name stack of an equation
+from jax._src.literals import TypedNdArray as _TypedNdArray  # what a jaxpr literal holds since jax 0.8
+from jax.extend import core as jex
+from jax.interpreters import partial_eval as _pe  # dce_jaxpr: the only public-ish dead code elimination
+
+SUPPORTED = ((0, 10), (0, 11))
+
+_version = tuple(int(p) for p in jax.__version__.split(".")[:2])
+if not SUPPORTED[0] <= _version < SUPPORTED[1]:
+    raise ImportError(
+        f"hetjax reads private names of jax and was checked with jax>=0.10,<0.11; this is jax "
+        f"{jax.__version__}. Install a checked version: pip install 'jax>=0.10,<0.11'"
+    )
+
+ClosedJaxpr = jex.ClosedJaxpr
+Jaxpr = jex.Jaxpr
+JaxprEqn = jex.JaxprEqn
+JaxLiteral = jex.Literal
+Var = jex.Var
+DropVar = jex.DropVar
+
+# Primitives that only call a jaxpr, with the name of the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+def name_scopes(eqn: Any) -> tuple[tuple[str, str], ...]:
+    """Returns an equation's name stack as ("scope" | "transform", name) pairs, outermost first.
+
+    Read from the stack's entries and not from its text: a user's named_scope("transpose(x)") looks
+    like a backward region in the text.
+    """
+    return tuple(
+        ("transform" if type(entry).__name__ == "Transform" else "scope", entry.name)
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
+# Frames of these packages are library code: the user's line is further out.
+_LIBRARIES = ("/site-packages/flax/", "/site-packages/optax/", "/site-packages/chex/")
+
+
+def user_source(eqn: Any) -> tuple[str, int]:
+    """Returns (file name, line) of the innermost frame that is the user's, or ("", 0)."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return "", 0
+    first = None
+    for frame in _siu.user_frames(traceback):
+        first = first or frame
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            return frame.file_name, frame.start_line
+    return (first.file_name, first.start_line) if first else ("", 0)
+
+
+def new_var(aval: Any) -> Any:
+    return Var(aval)
+
+
+def drop_var(aval: Any) -> Any:
+    return _core.DropVar(aval)
+
+
+def is_drop_var(var: Any) -> bool:
+    return isinstance(var, DropVar)
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, JaxLiteral)
+
+
+def literal_array(literal: Any) -> np.ndarray:
+    """Returns a jaxpr literal's value as a NumPy array."""
+    return np.asarray(literal.val)
+
+
+def as_jaxpr(value: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Returns (open jaxpr, consts) when `value` is a jaxpr, closed or open, else None."""
+    if isinstance(value, ClosedJaxpr):
+        return value.jaxpr, value.consts
+    if isinstance(value, Jaxpr):
+        return value, ()
+    return None
+
+
+def build_jaxpr(name: str, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """Returns a closed jaxpr without consts; effects are the union of the equations'."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    debug = jex.DebugInfo(name, name, None, None)
+    jaxpr = Jaxpr(
+        constvars=[], invars=list(invars), outvars=list(outvars), eqns=list(eqns),
+        effects=set(effects), debug_info=debug,
+    )
+    return ClosedJaxpr(jaxpr, [])
+
+
+def drop_dead_equations(closed: Any) -> tuple[Any, list[bool]]:
+    """Returns the closed jaxpr without unused equations and inputs, and which inputs remain."""
+    jaxpr, used = _pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=False)
+    return ClosedJaxpr(jaxpr, closed.consts), used
+
+
+def jaxpr_function(closed: Any) -> Callable[..., list[Any]]:
+    """Returns a callable that evaluates the jaxpr on flat arguments."""
+    return jex.jaxpr_as_fun(closed)
+
+
+def is_weak(value: Any) -> bool:
+    """Returns whether an array or Python scalar has JAX's weak type."""
+    return bool(getattr(value, "weak_type", isinstance(value, (bool, int, float, complex))))
+
+
+def shaped(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns a ShapeDtypeStruct of an aval or array that keeps its weak type."""
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, weak_type=bool(getattr(aval, "weak_type", False))
+    )
+
+
+def make_literal(value: Any, dtype: Any, aval: Any) -> Any:
+    """Returns a jaxpr literal of a Python scalar."""
+    return JaxLiteral(_TypedNdArray(np.asarray(value, dtype), weak_type=aval.weak_type), aval)
+
+
+def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:
+    """Returns the aval of an array."""
+    return _core.ShapedArray(shape, dtype, weak_type=weak_type)
+
+
+def key_aval(dtype: str, shape: tuple[int, ...]) -> Any:
+    """Returns the aval of typed PRNG keys, by the short name "key<fry>"."""
+    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+        key = jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl))
+        if key.dtype.name == dtype:
+            return _core.ShapedArray(shape, key.dtype)
+    raise TypeError(f"no PRNG implementation of JAX has the key type {dtype!r}")
