@@ -1,0 +1,228 @@
+"""A plan: every decision about how a step is cut, sharded and scheduled, and nothing else.
+
+Keyed by module path, never by op number, so that it survives another trace of the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from hetjax.ir.cluster import Cluster
+from hetjax.ir.errors import PlanError, VerifyError
+from hetjax.ir.program import Spec
+from hetjax.ir.suggest import nearest
+
+VERSION = 1
+# Where a number comes from.
+SOURCES = ("measured", "imported", "analytic", "given")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """The first forward op of a stage.
+
+    Attributes:
+      block: the module path of the op's block.
+      offset: its position among that block's forward ops.
+    """
+
+    block: str
+    offset: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage.
+
+    Attributes:
+      devices: positions in the cluster, row-major over the axes.
+      site, kind: of all its devices.
+      axes: (name, size) pairs of its mesh, e.g. (("data", 2), ("model", 1)).
+      first: where it starts; None for the first stage.
+      blocks: module paths in it, for people.
+      predicted_s: forward and backward of one microbatch, or None.
+    """
+
+    devices: tuple[int, ...]
+    site: str
+    kind: str
+    axes: tuple[tuple[str, int], ...]
+    first: Cut | None = None
+    blocks: tuple[str, ...] = ()
+    predicted_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one step runs on one cluster.
+
+    Attributes:
+      name: the step's name.
+      cluster: the cluster's name.
+      cluster_hash: `Cluster.hash` of it.
+      num_microbatches: M.
+      batch_size: of the whole step.
+      schedule: "1f1b", "gpipe", …
+      warmups: per stage, how many forwards precede its first backward; () leaves it to the schedule.
+      per_microbatch: True when the step's meaning is per microbatch by the user's choice.
+      stages: in pipeline order.
+      state_specs: (path, spec) of the state leaves that are not replicated, sorted by path.
+      microbatch_reason: why that number of microbatches.
+      seed, evaluations: of the search that found it, or None.
+      sources: (what, one of `SOURCES`) pairs.
+      predicted_s: the whole step, or None.
+    """
+
+    name: str
+    cluster: str
+    cluster_hash: str
+    num_microbatches: int
+    batch_size: int
+    schedule: str
+    stages: tuple[StagePlan, ...]
+    warmups: tuple[int, ...] = ()
+    per_microbatch: bool = False
+    state_specs: tuple[tuple[str, Spec], ...] = ()
+    microbatch_reason: str = ""
+    seed: int | None = None
+    evaluations: int | None = None
+    sources: tuple[tuple[str, str], ...] = ()
+    predicted_s: float | None = None
+
+    def with_(self, **changes: Any) -> Plan:
+        """Returns the plan with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Returns the SHA-256 of the canonical JSON; processes compare it before they run."""
+        text = json.dumps(_encode(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Returns JSON that reads back to an equal plan; docs/plan.schema.json describes it."""
+        return json.dumps(_encode(self), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, filename: str = "<json>") -> Plan:
+        """Returns the plan that JSON text holds.
+
+        Raises:
+          ParseError: the text is not JSON.
+          PlanError: it holds no plan of this version; every problem with its key.
+        """
+        from hetjax.ir.plan_json import read_plan
+
+        return read_plan(text, filename)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan's JSON to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Returns the plan in a JSON file.
+
+        Raises:
+          PlanError: the file cannot be read or holds no plan.
+          ParseError: the file is not JSON.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan file {path}: {error}") from None
+        return cls.from_json(text, str(path))
+
+    def __str__(self) -> str:
+        lines = [
+            f"plan {self.name} on {self.cluster}: {self.num_stages} stage{'s' * (self.num_stages != 1)}, {self.schedule}, "
+            f"batch {self.batch_size} in {self.num_microbatches} microbatch{'es' * (self.num_microbatches != 1)}"
+            + (f", predicted {self.predicted_s:.4g} s" if self.predicted_s is not None else "")
+        ]
+        for i, stage in enumerate(self.stages):
+            mesh = " x ".join(f"{name} {size}" for name, size in stage.axes)
+            span = "" if not stage.blocks else f": {stage.blocks[0]}" + (f" … {stage.blocks[-1]}" if len(stage.blocks) > 1 else "")
+            lines.append(f"  stage {i}: {len(stage.devices)} x {stage.kind} in {stage.site} ({mesh}){span}")
+        return "\n".join(lines)
+
+
+def _encode(plan: Plan) -> dict[str, Any]:
+    return {"hetjax_plan": VERSION, **dataclasses.asdict(plan)}
+
+
+def verify_plan(plan: Plan, cluster: Cluster) -> None:
+    """Checks that a plan can run on a cluster.
+
+    Raises:
+      VerifyError: devices that do not exist or serve two stages, a stage of mixed kinds or sites,
+        axes that do not multiply to its devices, a batch that microbatches do not divide, warm-ups
+        for another number of stages; every one.
+    """
+    found: list[str] = []
+    if plan.cluster_hash and plan.cluster_hash != cluster.hash:
+        found.append(
+            f"the plan was made for cluster {plan.cluster!r} as it was then ({plan.cluster_hash[:12]}); the one given is "
+            f"{cluster.name!r} ({cluster.hash[:12]}); plan again for it"
+        )
+    if plan.num_microbatches < 1 or plan.batch_size < 1:
+        found.append(f"batch_size {plan.batch_size} and num_microbatches {plan.num_microbatches} must both be positive")
+    elif plan.batch_size % plan.num_microbatches:
+        legal = [m for m in range(1, plan.batch_size + 1) if plan.batch_size % m == 0]
+        near = sorted(sorted(legal, key=lambda m: abs(m - plan.num_microbatches))[:3])
+        found.append(
+            f"{plan.num_microbatches} microbatches do not divide a batch of {plan.batch_size}; nearest that do: {', '.join(map(str, near))}"
+        )
+    if not plan.stages:
+        found.append("the plan has no stage")
+    if plan.warmups and len(plan.warmups) != len(plan.stages):
+        found.append(f"warmups has {len(plan.warmups)} numbers for {len(plan.stages)} stages")
+    found += [f"warmups[{i}] is {k}; a stage needs at least one forward" for i, k in enumerate(plan.warmups) if k < 1]
+    user: dict[int, int] = {}
+    for i, stage in enumerate(plan.stages):
+        found += _stage_problems(i, stage, cluster)
+        for device in stage.devices:
+            if user.setdefault(device, i) != i:
+                found.append(f"device {device} serves stages {user[device]} and {i}; a device serves one")
+    axes_of = {axis for stage in plan.stages for axis, _ in stage.axes}
+    for path, spec in plan.state_specs:
+        found += [
+            f"state_specs[{path!r}]: no stage has a mesh axis {axis!r}{nearest(axis, axes_of)}"
+            for dim in spec for axis in dim if axis not in axes_of
+        ]
+    if found:
+        raise VerifyError([f"plan {plan.name!r}: {text}" for text in found])
+
+
+def _stage_problems(i: int, stage: StagePlan, cluster: Cluster) -> list[str]:
+    out = []
+    if not stage.devices:
+        out.append(f"stage {i} has no device")
+    missing = [d for d in stage.devices if not 0 <= d < cluster.num_devices]
+    if missing:
+        out.append(f"stage {i}: devices {missing} do not exist; cluster {cluster.name!r} has 0 … {cluster.num_devices - 1}")
+    if len(set(stage.devices)) != len(stage.devices):
+        out.append(f"stage {i} names a device twice: {list(stage.devices)}")
+    present = [cluster.devices[d] for d in stage.devices if d not in missing]
+    for what, said in (("kind", stage.kind), ("site", stage.site)):
+        names = sorted({getattr(d, what) for d in present})
+        if len(names) > 1:
+            out.append(f"stage {i} mixes {what}s {', '.join(names)}; a stage has one")
+        elif names and names[0] != said:
+            out.append(f"stage {i} says {what} {said!r}, but its devices are {names[0]!r}")
+    size = math.prod(n for _, n in stage.axes)
+    if size != len(stage.devices):
+        mesh = " x ".join(f"{name} {n}" for name, n in stage.axes)
+        out.append(f"stage {i}: a mesh of {mesh} has {size} devices, but {len(stage.devices)} are given")
+    if (i == 0) != (stage.first is None):
+        out.append(f"stage {i}: " + ("the first stage starts at the beginning; first must be null" if i == 0 else "first must name a cut"))
+    return out
