@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hetjax.ir.graph import Graph, Op, Ref, definitions, users
 from hetjax.ir.microbatching import Microbatching
+from hetjax.passes.follow_updates import follow_updates
 
 # What an op is to the schedule:
 #   once      before the microbatches, at full batch, on every stage that needs it
@@ -19,6 +20,8 @@ from hetjax.ir.microbatching import Microbatching
 #   update    after the microbatches
 ONCE, CLONE, FORWARD, BACKWARD, UPDATE = "once", "clone", "forward", "backward", "update"
 _PHASE = {FORWARD: 0, BACKWARD: 1, UPDATE: 2}
+
+Order = tuple[int, int, int]  # round, phase, level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Placement:
     num_stages: int
     kinds: tuple[str, ...]
     stages: tuple[tuple[int, ...], ...]
-    orders: Mapping[tuple[int, int], tuple[int, int, int]]
+    orders: Mapping[tuple[int, int], Order]
     homes: Mapping[Ref, int]
 
 
@@ -179,7 +182,7 @@ def _micro_stages(
     _follow_data(graph, kinds, rounds, stage, homes)
     demand = _forward_demand(graph, kinds, stage)
     _place_backward(graph, kinds, stage, num_stages, demand)
-    _sink_backward(graph, kinds, stage, demand)
+    _sink_backward(graph, kinds, stage, demand, homes)
     return stage, {r: s for r, s in homes.items() if s >= 0}
 
 
@@ -211,19 +214,23 @@ def _follow_data(
 def _availability(
     graph: Graph, kinds: Sequence[str], stage: Sequence[int], demand: Mapping[Ref, set[int]]
 ) -> dict[Ref, frozenset[int]]:
-    """Returns the stages that hold a ref after the forward; refs that are anywhere are left out."""
-    parameters = parameter_refs(graph)
-    parametric = depends_on(graph, parameters)
+    """Returns the stages that hold a ref after the forward; refs held nowhere are left out.
+
+    A value free of parameters (a dropout mask) could be had anywhere, but the stages whose forward
+    read it are the ones its backward belongs to.
+    """
     held: dict[Ref, frozenset[int]] = {
-        r: frozenset(demand[r]) for r in parameters if demand.get(r)
+        a.ref: frozenset(demand[a.ref]) for a in graph.inputs if demand.get(a.ref)
     }
     for i, op in enumerate(graph.ops):
         for r in op.outputs:
             if kinds[i] == FORWARD:
                 held[r] = frozenset({stage[i], *demand.get(r, ())})
-            elif kinds[i] == ONCE and parametric[i]:
-                near = demand.get(r) or set().union(*(held.get(a, frozenset()) for a in op.refs))
-                if near:
+            elif demand.get(r):
+                held[r] = frozenset(demand[r])
+            elif kinds[i] in (ONCE, CLONE):
+                near = set[int]().union(*(held.get(a, frozenset()) for a in op.refs))
+                if near and kinds[i] == ONCE:
                     held[r] = frozenset(near)
     return held
 
@@ -252,18 +259,22 @@ def _place_backward(
 
 
 def _sink_backward(
-    graph: Graph, kinds: Sequence[str], stage: list[int], demand: Mapping[Ref, set[int]]
+    graph: Graph, kinds: Sequence[str], stage: list[int], demand: Mapping[Ref, set[int]],
+    homes: Mapping[Ref, int],
 ) -> None:
     """Moves backward ops toward the stage that reads their results where no more bytes cross for it."""
     held = _availability(graph, kinds, stage, demand)
     defined, readers = definitions(graph), users(graph)
+    updated_at = follow_updates(graph, {r: s for r, s in homes.items() if s >= 0})
     nbytes = lambda r: graph.avals[r].nbytes  # noqa: E731
     for i in reversed(range(len(graph.ops))):
         op = graph.ops[i]
         if kinds[i] != BACKWARD:
             continue
         reading = [stage[u] for r in op.outputs for u in readers.get(r, ()) if kinds[u] == BACKWARD]
-        if not reading or any(kinds[u] == UPDATE for r in op.outputs for u in readers.get(r, ())):
+        if any(kinds[u] == UPDATE for r in op.outputs for u in readers.get(r, ())):
+            reading += [updated_at.get(r, stage[i]) for r in op.outputs]
+        if not reading:
             continue
         target = max(reading)
         cotangents = [r for r in op.refs if r in defined and kinds[defined[r]] == BACKWARD]
@@ -412,14 +423,14 @@ def _scalar_owner(
 
 def _orders(
     graph: Graph, kinds: Sequence[str], stages: Sequence[tuple[int, ...]]
-) -> dict[tuple[int, int], tuple[int, int, int]]:
+) -> dict[tuple[int, int], Order]:
     """Returns (round, phase, level) of each op on each of its stages; fragments sort by it.
 
     Within a phase, the forward may go to later stages and the backward to earlier ones at the same
     level; any other crossing starts the next level, so that fragments never wait for each other.
     """
-    made: dict[Ref, dict[int, tuple[int, int, int]]] = {}
-    out: dict[tuple[int, int], tuple[int, int, int]] = {}
+    made: dict[Ref, dict[int, Order]] = {}
+    out: dict[tuple[int, int], Order] = {}
     for i, op in enumerate(graph.ops):
         if kinds[i] not in _PHASE:
             continue
@@ -432,19 +443,47 @@ def _orders(
             out[i, s] = order
         for r in op.outputs:
             made[r] = {s: out[i, s] for s in stages[i]}
+    return _delay_updates(graph, kinds, stages, out)
+
+
+def _delay_updates(
+    graph: Graph, kinds: Sequence[str], stages: Sequence[tuple[int, ...]],
+    orders: Mapping[tuple[int, int], Order],
+) -> dict[tuple[int, int], Order]:
+    """Moves update ops to the last level that serves their readers.
+
+    Left as early as they can be, the moments of every leaf would be computed before a global norm
+    arrives from the other stages, and wait for it in memory.
+    """
+    out = dict(orders)
+    readers = users(graph)
+    for i in reversed(range(len(graph.ops))):
+        if kinds[i] != UPDATE:
+            continue
+        for s in stages[i]:
+            latest: list[Order] = []
+            for r in graph.ops[i].outputs:
+                for u in readers.get(r, ()):
+                    for t in stages[u]:
+                        if t == s:
+                            latest.append(out[u, t])
+                        elif s not in stages[u] or len(stages[i]) == 1:
+                            latest.append(orders[i, s])
+            if latest and min(latest)[:2] == orders[i, s][:2]:
+                out[i, s] = max(orders[i, s], min(latest))
     return out
 
 
 def _nearest(
-    made: Mapping[int, tuple[int, int, int]], s: int
-) -> list[tuple[int, tuple[int, int, int]]]:
+    made: Mapping[int, Order], s: int
+) -> list[tuple[int, Order]]:
     """Returns where stage s takes a value from: itself if it makes it, else the first maker."""
     if s in made:
         return [(s, made[s])]
     return [min(made.items(), key=lambda item: (item[1], item[0]))] if made else []
 
 
-def _after(before: tuple[int, int, int], phase: int, source: int, target: int) -> tuple[int, int, int]:
+def _after(before: Order, phase: int, source: int, target: int) -> Order:
     rnd, earlier, level = before
     if earlier > phase:
         return (rnd + 1, phase, 0)

@@ -1,0 +1,194 @@
+"""Where a forward may be cut, what each stretch costs, and the best cuts by dynamic programming."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from hetjax.ir.errors import PlanError
+from hetjax.ir.graph import Graph, users
+from hetjax.ir.microbatching import Microbatching
+from hetjax.ir.plan import Cut
+from hetjax.passes.placement import FORWARD, classify
+
+# More candidates than this cost time and decide nothing; the ones with the fewest bytes are kept.
+MAX_CANDIDATES = 400
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A place to cut: before the forward op at `op`.
+
+    Attributes:
+      op: position in `Graph.ops` of the first op of the later stage.
+      flops_before: forward FLOPs of everything before it, at one microbatch.
+      nbytes: bytes of the values that would cross, at one microbatch.
+      num_values: how many values those are.
+      cut: the same place by module path.
+    """
+
+    op: int
+    flops_before: int
+    nbytes: int
+    num_values: int
+    cut: Cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """All places to cut, and the whole.
+
+    Attributes:
+      places: in program order.
+      total_flops: forward FLOPs at one microbatch.
+    """
+
+    places: tuple[Candidate, ...]
+    total_flops: int
+
+
+def cut_candidates(graph: Graph, micro: Microbatching) -> Candidates:
+    """Returns every place where the forward may be cut.
+
+    A value crosses a cut when a forward op before it makes it from parameters and the batch, and a
+    forward op after it reads it. Values free of parameters are computed again on the other side and
+    do not cross.
+    """
+    kinds = classify(graph, micro)
+    forward = [i for i, k in enumerate(kinds) if k == FORWARD and graph.ops[i].region != "update"]
+    if not forward:
+        forward = [i for i, k in enumerate(kinds) if k == FORWARD]
+    position = {i: p for p, i in enumerate(forward)}
+    readers = users(graph)
+    last = {
+        r: max((position[u] for u in readers.get(r, ()) if u in position), default=-1)
+        for i in forward
+        for r in graph.ops[i].outputs
+    }
+    live: set[int] = set()
+    flops, places, seen = 0, [], {}
+    for p, i in enumerate(forward):
+        op = graph.ops[i]
+        offset = seen.setdefault(op.block, 0)
+        seen[op.block] += 1
+        if p and live:
+            avals = [micro.graph.avals[r] for r in live]
+            places.append(
+                Candidate(i, flops, sum(a.nbytes for a in avals), len(avals), Cut(op.block, offset))
+            )
+        if op.cost is not None:
+            flops += op.cost.flops // micro.num_microbatches
+        live = {r for r in live if last[r] > p} | {r for r in op.outputs if last[r] > p}
+    if len(places) > MAX_CANDIDATES:
+        limit = sorted(c.nbytes for c in places)[MAX_CANDIDATES - 1]
+        places = [c for c in places if c.nbytes <= limit]
+    return Candidates(tuple(places), flops)
+
+
+def find_cuts(graph: Graph, micro: Microbatching, cuts: Sequence[Cut]) -> list[int]:
+    """Returns the positions in `Graph.ops` that cuts by module path stand for.
+
+    Raises:
+      PlanError: a cut names a module or an offset that the forward does not have; all of them.
+    """
+    kinds = classify(graph, micro)
+    where: dict[tuple[str, int], int] = {}
+    counts: dict[str, int] = {}
+    wanted_region = any(op.region == "forward" for op in graph.ops)
+    for i, op in enumerate(graph.ops):
+        if kinds[i] == FORWARD and (op.region != "update" or not wanted_region):
+            where[op.block, counts.setdefault(op.block, 0)] = i
+            counts[op.block] += 1
+    lost = [c for c in cuts if (c.block, c.offset) not in where]
+    if lost:
+        names = ", ".join(sorted(b for b in counts if b)[:12])
+        raise PlanError(
+            "\n".join(
+                f"the plan cuts before op {c.offset} of module {c.block!r}, which this step does not have"
+                for c in lost
+            )
+            + f"\nits modules are: {names}"
+        )
+    return [where[c.block, c.offset] for c in cuts]
+
+
+def best_cuts(
+    candidates: Candidates, speeds: Sequence[float], bytes_s: Sequence[float] = (),
+    latencies_s: Sequence[float] = (),
+) -> list[Candidate]:
+    """Returns the cuts that minimise the slowest stage plus the time of the crossings.
+
+    The objective, per microbatch, is max over stages of 3 * FLOPs / speed (a backward costs two
+    forwards) + sum over cuts of 2 * (latency + bytes / bandwidth): what a 1F1B pipeline pays for each
+    microbatch when nothing hides its links. Solved exactly over the candidates: for each bound on
+    the slowest stage, the cheapest crossings by dynamic programming.
+
+    Args:
+      candidates: the places.
+      speeds: FLOP/s of each stage.
+      bytes_s: bandwidth of the link after each stage but the last, bytes per second.
+      latencies_s: its latency, seconds.
+
+    Raises:
+      PlanError: there are fewer places than cuts.
+    """
+    num_stages, places = len(speeds), candidates.places
+    if num_stages == 1:
+        return []
+    if len(places) < num_stages - 1:
+        raise PlanError(
+            f"{num_stages} stages need {num_stages - 1} cuts, but the forward has "
+            f"{len(places)} places to cut; ask for at most {len(places) + 1} stages"
+        )
+    edges = np.array([0, *(c.flops_before for c in places), candidates.total_flops], float)
+    crossing = np.array([c.nbytes for c in places], float)
+    bandwidth = np.array(bytes_s or [np.inf] * (num_stages - 1))
+    latency = np.array(latencies_s or [0.0] * (num_stages - 1))
+    n = len(edges)
+    stretch = edges[None, :] - edges[:, None]  # [from, to], FLOPs
+    stretch[np.tril_indices(n)] = np.inf
+    price = 2 * (latency[:, None] + crossing[None, :] / bandwidth[:, None])  # [cut, place]
+    times = [3 * stretch / v for v in speeds]  # seconds of stage s between two edges
+    ideal = 3 * candidates.total_flops / sum(speeds)
+    best: tuple[float, float, list[int]] | None = None
+    for bound in ideal * np.geomspace(1.0, max(2.0, n), 200):
+        if best is not None and bound > best[0]:
+            break
+        found = _cheapest(times, price, bound, n)
+        if found is None:
+            continue
+        slowest = max(
+            times[s][a, b] for s, (a, b) in enumerate(zip([0, *found], [*found, n - 1]))
+        )
+        total = slowest + sum(price[k, e - 1] for k, e in enumerate(found))
+        nbytes = sum(crossing[e - 1] for e in found)
+        if best is None or (total, nbytes) < best[:2]:
+            best = (total, nbytes, found)
+    if best is None:
+        raise PlanError("no set of cuts leaves work for every stage; ask for fewer stages")
+    return [places[e - 1] for e in best[2]]
+
+
+def _cheapest(
+    times: Sequence[np.ndarray], price: np.ndarray, bound: float, n: int
+) -> list[int] | None:
+    """Returns the edges of the cheapest cuts with no stage over `bound`, or None."""
+    num_stages = len(times)
+    cost = np.where(times[0][0] <= bound, 0.0, np.inf)  # [edge] stage 0 ends there
+    back = []
+    for s in range(1, num_stages):
+        start = cost.copy()
+        start[[0, n - 1]] = np.inf
+        start[1 : n - 1] += price[s - 1] + 1e-15 * np.arange(n - 2)
+        table = start[:, None] + np.where(times[s] <= bound, 0.0, np.inf)
+        back.append(table.argmin(axis=0))
+        cost = table.min(axis=0)
+    if not np.isfinite(cost[n - 1]):
+        return None
+    edges, at = [], n - 1
+    for choice in reversed(back):
+        at = int(choice[at])
+        edges.append(at)
+    return edges[::-1]

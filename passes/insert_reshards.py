@@ -1,0 +1,69 @@
+"""insert-reshards: makes every value that crosses from one stage to another a reshard."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.errors import PassError
+from hetjax.ir.graph import Ref
+from hetjax.ir.program import Fragment, Port, Program, Reshard
+
+
+@dataclasses.dataclass(frozen=True)
+class InsertReshards:
+    """Adds one reshard per value, form and pair of stages.
+
+    Before: `s1/forward` reads %40, which only `s0/forward` gives.
+    After:  a reshard `x40:s0>s1` carries it, once per microbatch.
+    """
+
+    name: ClassVar[str] = "insert-reshards"
+    summary: ClassVar[str] = "carry values between stages"
+
+    def apply(self, bundle: Bundle) -> Bundle:
+        if bundle.program is None:
+            raise PassError(self.name, "needs a program; run cut-stages first")
+        reshards = tuple(find_reshards(bundle.program))
+        if reshards == bundle.program.reshards:
+            return bundle
+        return bundle.replace(program=bundle.program.replace(reshards=reshards))
+
+
+def source_form(form: str) -> str:
+    """Returns the form in which a fragment gives what another reads in `form`."""
+    return "micro" if form in ("concat", "last") else form
+
+
+def makers(program: Program) -> dict[tuple[Ref, str], list[tuple[Fragment, Port]]]:
+    """Returns, by (ref, form given), the fragments that give it and their ports, in run order."""
+    out: dict[tuple[Ref, str], list[tuple[Fragment, Port]]] = {}
+    for fragment in program.fragments:
+        for port in fragment.outputs:
+            out.setdefault((port.ref, port.form), []).append((fragment, port))
+    return out
+
+
+def find_reshards(program: Program) -> Iterator[Reshard]:
+    """Yields the reshards that the fragments' inputs ask for, in the order of their readers."""
+    given = makers(program)
+    seen: set[str] = set()
+    for fragment in program.fragments:
+        for port in fragment.inputs:
+            sources = given.get((port.ref, source_form(port.form)), [])
+            if not sources or any(f.stage == fragment.stage for f, _ in sources):
+                continue
+            source, out = sources[0]
+            form = "micro" if port.form == "concat" else port.form
+            suffix = "" if form in ("micro", "step") else f".{form}"
+            name = f"x{port.ref}{suffix}:s{source.stage}>s{fragment.stage}"
+            if name in seen:
+                continue
+            seen.add(name)
+            avals = program.avals if form == "step" else program.micro_avals
+            yield Reshard(
+                name, port.ref, form, source.stage, fragment.stage, out.spec, port.spec,
+                avals[port.ref].nbytes,
+            )

@@ -1,0 +1,36 @@
+"""The microbatching of a step that is not split: what is per microbatch, with nothing to prove."""
+
+from __future__ import annotations
+
+from hetjax.ir.graph import Graph
+from hetjax.ir.microbatching import BatchType, Microbatching, Refusal
+
+
+def one_microbatch(graph: Graph, refusal: Refusal | None = None) -> Microbatching:
+    """Returns the microbatching with M = 1, always exact.
+
+    Values that depend on the batch, and all of forward and backward that depends on it, are typed B
+    (they run in the one microbatch); what the update makes of them is U; everything else is R.
+
+    Args:
+      graph: the labelled full graph.
+      refusal: why more microbatches were not taken, kept for `explain`.
+    """
+    has_gradient = any(op.region in ("forward", "backward") for op in graph.ops)
+    types: dict[int, BatchType] = {
+        a.ref: BatchType("B", 0, a.batch_axis) if a.role == "batch" else BatchType("R")
+        for a in graph.inputs
+    }
+    for op in graph.ops:
+        kinds = {types[r].kind for r in op.refs}
+        in_microbatch = op.region in ("forward", "backward") or not has_gradient
+        if not kinds & {"B", "U"}:
+            kind = "R"
+        elif in_microbatch:
+            kind = "B"
+        else:
+            kind = "U"
+        types.update((r, BatchType(kind)) for r in op.outputs)
+    return Microbatching(
+        1, graph, tuple(types[r] for r in range(len(graph.avals))), refusal=refusal
+    )

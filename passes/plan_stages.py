@@ -1,0 +1,241 @@
+"""plan-stages: one stage per group of like devices, cut where the slowest stage is fastest.
+
+The first planner, and the baseline that searches are measured against: it divides devices by group,
+keeps the cluster's order of sites, and finds the cuts by dynamic programming.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.cluster import Cluster
+from hetjax.ir.errors import PassError, PlanError
+from hetjax.ir.graph import Graph
+from hetjax.ir.microbatching import Microbatching
+from hetjax.ir.plan import Plan, StagePlan
+from hetjax.passes.cutting import Candidate, best_cuts, cut_candidates
+from hetjax.passes.parameter_specs import parameter_specs
+
+Mesh = tuple[int, int]  # sizes of the axes (data, model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user fixed; None leaves a choice to the planner.
+
+    Attributes:
+      num_stages: stages.
+      mesh: (data, model) sizes: one pair for all stages, or one per stage.
+      schedule: a schedule's name.
+    """
+
+    num_stages: int | None = None
+    mesh: tuple[Mesh, ...] | None = None
+    schedule: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanStages:
+    """Makes the plan, unless the bundle has one.
+
+    Attributes:
+      stages: number of stages, 0 for one per group of like devices.
+    """
+
+    name: ClassVar[str] = "plan-stages"
+    summary: ClassVar[str] = "give each group of like devices a stage and balance the cuts"
+
+    stages: int = 0
+
+    def apply(self, bundle: Bundle) -> Bundle:
+        if bundle.plan is not None:
+            return bundle
+        if bundle.graph is None or bundle.cluster is None or bundle.microbatching is None:
+            raise PassError(self.name, "needs a graph, a cluster and a microbatching")
+        request = Request(num_stages=self.stages or None)
+        plan = plan_stages(bundle.graph, bundle.microbatching, bundle.cluster, request)
+        return bundle.replace(plan=plan)
+
+
+def batch_size_of(graph: Graph) -> int:
+    """Returns the number of examples in a step, 0 when no input has a batch axis."""
+    sizes = [
+        graph.avals[a.ref].shape[a.batch_axis]
+        for a in graph.inputs
+        if a.role == "batch" and a.batch_axis is not None
+    ]
+    return max(sizes, default=0)
+
+
+def stage_devices(cluster: Cluster, request: Request) -> list[tuple[int, ...]]:
+    """Returns the devices of each stage, every stage within one group of like devices.
+
+    Raises:
+      PlanError: the devices cannot hold the stages or meshes asked for.
+    """
+    groups = cluster.groups()
+    sizes = _mesh_sizes(request)
+    wanted = request.num_stages or (len(sizes) if len(sizes) > 1 else len(groups))
+    if len(sizes) == 1:
+        sizes = sizes * wanted
+    if sizes and len(sizes) != wanted:
+        raise PlanError(
+            f"{len(sizes)} meshes are given for {wanted} stages; give one for all or one per stage"
+        )
+    if wanted > cluster.num_devices:
+        raise PlanError(
+            f"{wanted} stages need at least {wanted} devices; cluster {cluster.name!r} has "
+            f"{cluster.num_devices} ({_listed(cluster)})"
+        )
+    if sizes:
+        return _fill(cluster, sizes)
+    if wanted < len(groups):  # fewer stages than groups: the strongest groups, in the cluster's order
+        strength = lambda g: cluster.kind(g.kind).peak("f32") * g.num_devices  # noqa: E731
+        kept = sorted(groups, key=strength, reverse=True)[:wanted]
+        return [g.devices for g in groups if g in kept]
+    counts = [1] * len(groups)
+    for _ in range(wanted - len(groups)):  # the next stage goes where a stage would stay the strongest
+        k = max(
+            (k for k, g in enumerate(groups) if counts[k] < g.num_devices),
+            key=lambda k: cluster.kind(groups[k].kind).peak("f32") * groups[k].num_devices / counts[k],
+        )
+        counts[k] += 1
+    out: list[tuple[int, ...]] = []
+    for group, count in zip(groups, counts):
+        base, extra = divmod(group.num_devices, count)
+        start = 0
+        for s in range(count):
+            size = base + (s < extra)
+            out.append(group.devices[start : start + size])
+            start += size
+    return out
+
+
+def _mesh_sizes(request: Request) -> list[int]:
+    return [data * model for data, model in request.mesh or ()]
+
+
+def _listed(cluster: Cluster) -> str:
+    return ", ".join(f"{g.num_devices} x {g.kind} in {g.site}" for g in cluster.groups())
+
+
+def _fill(cluster: Cluster, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Gives each stage the next devices of the first group that still has enough."""
+    groups = cluster.groups()
+    free = [list(g.devices) for g in groups]
+    out: list[tuple[int, ...]] = []
+    at = 0
+    for s, size in enumerate(sizes):
+        # Spread the stages evenly over the groups, in order, and never go back to an earlier one.
+        at = max(at, s * len(groups) // len(sizes))
+        k = next((k for k in range(at, len(groups)) if len(free[k]) >= size), None)
+        if k is None:
+            k = next((k for k in range(len(groups)) if len(free[k]) >= size), None)
+        if k is None:
+            left = ", ".join(f"{len(f)} x {g.kind} in {g.site}" for f, g in zip(free, groups))
+            raise PlanError(
+                f"stage {s} asks for {size} devices of one kind; left are {left}; the meshes ask for "
+                f"{sum(sizes)} devices in all, cluster {cluster.name!r} has {cluster.num_devices}"
+            )
+        out.append(tuple(free[k][:size]))
+        del free[k][:size]
+        at = k
+    return out
+
+
+def plan_stages(
+    graph: Graph, micro: Microbatching, cluster: Cluster, request: Request,
+) -> Plan:
+    """Returns a plan with balanced cuts.
+
+    Args:
+      graph: the full graph, labelled and with costs.
+      micro: its microbatching.
+      cluster: the devices.
+      request: what the user fixed.
+
+    Raises:
+      PlanError: devices cannot hold the request, or the step has too few places to cut.
+    """
+    groups = stage_devices(cluster, request)
+    batch = batch_size_of(graph)
+    per_microbatch = batch // micro.num_microbatches if batch else 0
+    speeds = [sum(cluster.kind_of(d).peak("f32") for d in devices) for devices in groups]
+    links = [cluster.link(a[-1], b[0]) for a, b in zip(groups, groups[1:])]
+    candidates = cut_candidates(graph, micro)
+    if candidates.places:
+        if not request.num_stages and not request.mesh:  # more groups than places to cut: fewer stages
+            most = len(candidates.places) + 1
+            groups, speeds, links = groups[:most], speeds[:most], links[: most - 1]
+        cuts = best_cuts(
+            candidates, speeds, [x.bandwidth_bytes_s for x in links], [x.latency_s for x in links]
+        )
+    else:
+        cuts = []  # nothing in this step can be cut (no forward at all): everything is on one stage
+    stages = []
+    for s, devices in enumerate(groups):
+        device = cluster.devices[devices[0]]
+        axes = _axes(request, s, len(devices), per_microbatch)
+        first = cuts[s - 1].cut if 0 < s <= len(cuts) else None
+        if s and first is None:
+            break
+        flops = _stage_flops(candidates.total_flops, cuts, s)
+        stages.append(
+            StagePlan(
+                devices=tuple(devices), site=device.site, kind=device.kind, axes=axes, first=first,
+                blocks=_blocks(graph, cuts, s),
+                predicted_s=3 * flops / speeds[s],
+            )
+        )
+    reason = f"{micro.num_microbatches} asked for or chosen, proved exact"
+    if micro.num_microbatches == 1:
+        reason = micro.refusal.reason if micro.refusal else "one microbatch needs no proof"
+    elif micro.accepted:
+        reason = "per_microbatch semantics chosen by the user"
+    plan = Plan(
+        name=graph.name, cluster=cluster.name, cluster_hash=cluster.hash,
+        num_microbatches=micro.num_microbatches, batch_size=max(1, batch),
+        schedule=request.schedule or ("1f1b" if micro.num_microbatches > 1 else "gpipe"),
+        stages=tuple(stages), per_microbatch=micro.accepted, microbatch_reason=reason,
+        sources=(("device speed", "given"), ("op cost", "analytic")),
+    )
+    return plan.with_(state_specs=parameter_specs(graph, micro, plan))
+
+
+def _axes(request: Request, s: int, size: int, per_microbatch: int) -> tuple[tuple[str, int], ...]:
+    if request.mesh:
+        data, model = request.mesh[s if len(request.mesh) > 1 else 0]
+    else:
+        data = math.gcd(size, per_microbatch) if per_microbatch else 1
+        model = size // data
+    return (("data", data), ("model", model))
+
+
+def _stage_flops(total: int, cuts: Sequence[Candidate], s: int) -> int:
+    edges = [0, *(c.flops_before for c in cuts), total]
+    return edges[s + 1] - edges[s]
+
+
+def _blocks(graph: Graph, cuts: Sequence[Candidate], s: int) -> tuple[str, ...]:
+    """Returns the outermost module paths whose forward lies in stage s, in order."""
+    start = cuts[s - 1].op if s else 0
+    stop = cuts[s].op if s < len(cuts) else len(graph.ops)
+    blocks = [op.block for op in graph.ops[start:stop] if op.region == "forward" and op.block]
+    depth = _split_depth([op.block for op in graph.ops if op.region == "forward" and op.block])
+    short = ["/".join(b.split("/")[: depth + 1]) for b in blocks]
+    return tuple(dict.fromkeys(b for b in short if len(b.split("/")) > depth))
+
+
+def _split_depth(blocks: Sequence[str]) -> int:
+    """Returns the depth at which module paths first differ, so that names are neither all one nor too deep."""
+    depth = 0
+    while True:
+        names = {"/".join(b.split("/")[: depth + 1]) for b in blocks}
+        deeper = any(len(b.split("/")) > depth + 1 for b in blocks)
+        if len(names) > 2 or not deeper:
+            return depth
+        depth += 1

@@ -1,0 +1,137 @@
+"""schedule: puts fragments and reshards into one task list per mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.errors import PassError, PlanError
+from hetjax.ir.program import Fragment, Program, Reshard, Task
+from hetjax.passes.insert_reshards import makers, source_form
+from hetjax.passes.schedules import PipelineCosts, schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Orders each mesh's work by a named schedule.
+
+    A transfer is sent as soon as its value exists and received just before it is read.
+
+    Attributes:
+      kind: the schedule's name; "" takes the plan's.
+    """
+
+    name: ClassVar[str] = "schedule"
+    summary: ClassVar[str] = "order forwards, backwards, transfers and updates on every mesh"
+
+    kind: str = ""
+
+    def apply(self, bundle: Bundle) -> Bundle:
+        if bundle.program is None:
+            raise PassError(self.name, "needs a program; run cut-stages first")
+        plan = bundle.plan
+        kind = self.kind or (plan.schedule if plan else "1f1b")
+        times = [s.predicted_s or 1.0 for s in plan.stages] if plan else []
+        tasks = schedule_tasks(bundle.program, kind, times)
+        if tasks == bundle.program.tasks and kind == bundle.program.schedule:
+            return bundle
+        return bundle.replace(program=bundle.program.replace(tasks=tasks, schedule=kind))
+
+
+def schedule_tasks(
+    program: Program, kind: str, stage_s: list[float] | None = None
+) -> tuple[tuple[Task, ...], ...]:
+    """Returns one task list per mesh.
+
+    Args:
+      program: with fragments and reshards.
+      kind: the schedule's name.
+      stage_s: predicted seconds of forward and backward of one microbatch, per stage.
+
+    Raises:
+      PlanError: the schedule is unknown, or the step goes back from update to forward, which more
+        than one microbatch cannot follow.
+    """
+    num_stages = len(program.meshes)
+    seconds = stage_s or [1.0] * num_stages
+    costs = PipelineCosts(
+        forward_s=tuple(t / 3 for t in seconds), backward_s=tuple(2 * t / 3 for t in seconds),
+        num_microbatches=program.num_microbatches,
+    )
+    compute = schedule(kind, costs)  # checks the name, also where one microbatch leaves no choice
+    if program.num_microbatches == 1:
+        order = [[(_kind(f), None, f) for f in program.fragments if f.stage == s] for s in range(num_stages)]
+    else:
+        order = [_microbatched(program, s, compute[s]) for s in range(num_stages)]
+    weave = _Weaver(program)
+    return tuple(tuple(weave.stage(s, items)) for s, items in enumerate(order))
+
+
+def _kind(fragment: Fragment) -> str:
+    return {"prologue": "prologue", "forward": "F", "backward": "B", "update": "update"}[fragment.phase]
+
+
+def _microbatched(
+    program: Program, s: int, compute: tuple[Task, ...]
+) -> list[tuple[str, int | None, Fragment]]:
+    mine = [f for f in program.fragments if f.stage == s]
+    by_kind = {"F": [f for f in mine if f.phase == "forward"], "B": [f for f in mine if f.phase == "backward"]}
+    for fragments in by_kind.values():
+        if len(fragments) > 1:
+            raise PlanError(
+                f"stage {s} has {len(fragments)} {fragments[0].phase} fragments "
+                f"({', '.join(f.name for f in fragments)}): its step goes back to an earlier stage, "
+                "which only num_microbatches=1 can follow"
+            )
+    items: list[tuple[str, int | None, Fragment]] = [
+        ("prologue", None, f) for f in mine if f.phase == "prologue"
+    ]
+    items += [(t.kind, t.microbatch, f) for t in compute for f in by_kind.get(t.kind, ())]
+    return items + [("update", None, f) for f in mine if f.phase == "update"]
+
+
+class _Weaver:
+    """Sets sends and recvs between the compute tasks."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.leaving: dict[str, list[Reshard]] = {}
+        self.arriving: dict[tuple[int, int, str], Reshard] = {}
+        given = makers(program)
+        for reshard in program.reshards:
+            form = source_form(reshard.form)
+            maker = next(
+                f for f, _ in given[reshard.ref, form] if f.stage == reshard.source
+            )
+            self.leaving.setdefault(maker.name, []).append(reshard)
+            self.arriving[reshard.target, reshard.ref, reshard.form] = reshard
+
+    def stage(self, s: int, items: list[tuple[str, int | None, Fragment]]) -> list[Task]:
+        last = self.program.num_microbatches - 1
+        out: list[Task] = []
+        received: set[tuple[str, int | None]] = set()
+        for kind, microbatch, fragment in items:
+            for port in fragment.inputs:
+                form = "micro" if port.form == "concat" else port.form
+                reshard = self.arriving.get((s, port.ref, form))
+                if reshard is None:
+                    continue
+                if form != "micro" or self.program.num_microbatches == 1:
+                    needed: list[int | None] = [None]
+                elif microbatch is None:
+                    needed = list(range(last + 1))
+                else:
+                    needed = [microbatch]
+                for m in needed:
+                    if (reshard.name, m) not in received:
+                        received.add((reshard.name, m))
+                        out.append(Task("recv", s, m, reshard.name))
+            out.append(Task(kind, s, microbatch, fragment.name))
+            for reshard in self.leaving.get(fragment.name, ()):
+                once = reshard.form in ("sum", "last")
+                if once and microbatch not in (None, last):
+                    continue
+                m = None if once or microbatch is None else microbatch
+                out.append(Task("send", s, m, reshard.name))
+        return out

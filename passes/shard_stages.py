@@ -1,0 +1,112 @@
+"""shard-stages: gives every port its spec on its stage's mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.errors import PassError
+from hetjax.ir.graph import Aval, Graph, Ref
+from hetjax.ir.microbatching import Microbatching
+from hetjax.ir.plan import Plan
+from hetjax.ir.program import Feed, Fragment, Port, Program, Spec, StageMesh
+from hetjax.passes.follow_updates import follow_updates
+from hetjax.passes.plan_stages import batch_size_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardStages:
+    """Fixes what enters and leaves each fragment; XLA propagates inside.
+
+    The batch axis is split over "data", state leaves as the plan says, with their gradients and
+    moments alike; everything else is replicated. A dimension that a mesh axis does not divide is
+    replicated on it, and the bundle's notes list it.
+    """
+
+    name: ClassVar[str] = "shard-stages"
+    summary: ClassVar[str] = "split the batch over data and the parameters over model"
+
+    def apply(self, bundle: Bundle) -> Bundle:
+        if bundle.graph is None or bundle.program is None or bundle.microbatching is None:
+            raise PassError(self.name, "needs a program; run cut-stages first")
+        if bundle.plan is None:
+            raise PassError(self.name, "needs a plan; run plan-stages first")
+        sharder = _Sharder(bundle.graph, bundle.microbatching, bundle.plan, bundle.program)
+        program = sharder.program()
+        if program == bundle.program:
+            return bundle
+        bundle = bundle.replace(program=program)
+        for sentence in dict.fromkeys(sharder.undivided):
+            bundle = bundle.note("replicated", sentence)
+        return bundle
+
+
+class _Sharder:
+    def __init__(self, graph: Graph, micro: Microbatching, plan: Plan, program: Program):
+        self.graph, self.micro, self.old = graph, micro, program
+        by_path = dict(plan.state_specs)
+        leaves = {a.ref: by_path[a.path] for a in graph.inputs if a.path in by_path}
+        self.state_specs = follow_updates(graph, leaves)
+        self.batch_size = batch_size_of(graph)
+        self.undivided: list[str] = []
+        self.path_of = {a.ref: a.path for a in graph.inputs}
+
+    def program(self) -> Program:
+        fragments = tuple(map(self.fragment, self.old.fragments))
+        feeds = tuple(map(self.feed, self.old.feeds))
+        return self.old.replace(fragments=fragments, feeds=feeds)
+
+    def fragment(self, fragment: Fragment) -> Fragment:
+        mesh = self.old.meshes[fragment.stage]
+        ports = lambda ps: tuple(dataclasses.replace(p, spec=self.spec(mesh, p)) for p in ps)  # noqa: E731
+        return dataclasses.replace(
+            fragment, inputs=ports(fragment.inputs), outputs=ports(fragment.outputs)
+        )
+
+    def feed(self, feed: Feed) -> Feed:
+        ref = self.graph.inputs[feed.argument].ref
+        port = Port(ref, feed.form, (), axis=feed.axis)
+        return dataclasses.replace(feed, spec=self.spec(self.old.meshes[feed.stage], port))
+
+    def spec(self, mesh: StageMesh, port: Port) -> Spec:
+        """Returns the spec of one value on a mesh."""
+        aval = self.aval(port)
+        if port.ref in self.state_specs:
+            return self.divided(mesh, port.ref, aval, self.state_specs[port.ref])
+        axis = self.batch_axis(port.ref, aval)
+        if axis is None or port.form == "sum" or mesh.axis_size("data") == 1:
+            return ((),) * aval.ndim
+        spec = tuple(("data",) if d == axis else () for d in range(aval.ndim))
+        return self.divided(mesh, port.ref, aval, spec)
+
+    def aval(self, port: Port) -> Aval:
+        sliced = port.form in ("micro", "concat", "last", "sum")
+        return (self.old.micro_avals if sliced else self.old.avals)[port.ref]
+
+    def batch_axis(self, ref: Ref, aval: Aval) -> int | None:
+        """Returns the axis that counts examples, if the value has one."""
+        typed = self.micro.types[ref]
+        if typed.kind == "B" and typed.axis is not None:
+            return typed.axis
+        if typed.kind in ("B", "U") and self.batch_size > 1:
+            # Not split, so never typed: the first axis as long as the batch is taken for it. Only speed depends on this.
+            return next((d for d, n in enumerate(aval.shape) if n == self.batch_size), None)
+        return None
+
+    def divided(self, mesh: StageMesh, ref: Ref, aval: Aval, spec: Spec) -> Spec:
+        """Returns the spec without mesh axes that do not divide their dimension or are not there."""
+        out = []
+        for n, axes in zip(aval.shape, spec, strict=True):
+            size = 1
+            for a in axes:
+                size *= mesh.axis_size(a)
+            if size > 1 and n % size:
+                name = self.path_of.get(ref, f"%{ref}")
+                self.undivided.append(
+                    f"{name} {aval} on {mesh.name}: dimension of {n} does not divide over "
+                    f"{'*'.join(axes)} of {size}, so it is replicated there"
+                )
+                axes = ()
+            out.append(axes if size > 1 else ())
+        return tuple(out)
