@@ -68,7 +68,7 @@ class Kernel:
     Attributes:
       name: "flash-attention".
       dtypes: what a kind must compute in natively, all of them.
-      device_kinds: the kinds it was written for, by name; () for every kind of the make.
+      kinds: the kinds it was written for, by name; () for every kind of the make.
     """
 
     name: str
@@ -77,7 +77,9 @@ class Kernel:
 
     def runs_on(self, kind: DeviceKind) -> bool:
         """Returns whether the kernel runs on a kind."""
-        return all(kind.supports(d) for d in self.dtypes) and (not self.kinds or kind.name in self.kinds)
+        return all(kind.supports(d) for d in self.dtypes) and (
+            not self.kinds or kind.name in self.kinds
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,9 @@ class Make:
         said = device.device_kind.lower()
         matches = [
             (len(part), kind.name, kind)
-            for kind in self.kinds() for part in kind.device_kinds if part.lower() in said
+            for kind in self.kinds()
+            for part in kind.device_kinds
+            if part.lower() in said
         ]
         if matches:
             return max(matches)[2]
@@ -166,17 +170,28 @@ def by_platform(platform: str) -> Accelerator:
     for accelerator in _registry.values():
         if accelerator.platform == platform and accelerator.name != "sim":
             return accelerator
-    raise ClusterError(f"no accelerator for platform {platform!r}{nearest(platform, [a.platform for a in _registry.values()])}")
+    known = [a.platform for a in _registry.values()]
+    raise ClusterError(f"no accelerator for platform {platform!r}{nearest(platform, known)}")
 
 
 for _make in (
     Make("cpu", "cpu", _ALL, ("device_put", "transfer", "host")),
     Make(
-        "nvidia", "cuda", _ALL, ("device_put", "transfer", "host"),
+        "nvidia",
+        "cuda",
+        _ALL,
+        ("device_put", "transfer", "host"),
+        # Both want compute capability 8.0, which is where bf16 begins.
         (Kernel("cudnn-flash-attention", ("bf16", "f16")), Kernel("triton-gemm", ("bf16",))),
     ),
     Make("amd", "rocm", _ALL, ("device_put", "host")),
-    Make("tpu", "tpu", _ALL, ("device_put", "transfer", "host"), (Kernel("pallas-flash-attention", ("bf16",)),)),
+    Make(
+        "tpu",
+        "tpu",
+        _ALL,
+        ("device_put", "transfer", "host"),
+        (Kernel("pallas-flash-attention", ("bf16",)),),
+    ),
     Simulated("sim", "cpu", _ALL, ("device_put", "transfer", "host")),
 ):
     register(_make)
@@ -211,14 +226,19 @@ def describe_devices(devices: Sequence[Any] | None = None) -> Cluster:
         raise ClusterError("there is no device to describe; give at least one")
     by_node: dict[tuple[int, int], list[Any]] = {}
     for device in devices:
-        by_node.setdefault((getattr(device, "slice_index", None) or 0, device.process_index), []).append(device)
+        by_node.setdefault(
+            (getattr(device, "slice_index", None) or 0, device.process_index), []
+        ).append(device)
     kinds: dict[str, DeviceKind] = {}
     nodes, sites, links = [], {}, {}
     several_slices = len({s for s, _ in by_node}) > 1
     for (slice_index, process), members in sorted(by_node.items(), key=lambda item: item[0]):
         found = {kind.name: kind for kind in (_kind_of(d, len(members)) for d in members)}
         if len(found) > 1:
-            raise ClusterError(f"process {process} holds devices of several kinds ({', '.join(found)}); describe them in a TOML file")
+            raise ClusterError(
+                f"process {process} holds devices of several kinds ({', '.join(found)}); "
+                "describe them in a TOML file"
+            )
         kind = next(iter(found.values()))
         kinds[kind.name] = kind
         site = f"slice{slice_index}" if several_slices else "local"
@@ -230,12 +250,16 @@ def describe_devices(devices: Sequence[Any] | None = None) -> Cluster:
     if len(nodes) > 1:
         links[network.name] = network
     if several_slices:
-        between = dataclasses.replace(network, name="slices", between=tuple(sites), source="assumed")
+        between = dataclasses.replace(
+            network, name="slices", between=tuple(sites), source="assumed"
+        )
         links[between.name] = between
     return Cluster(
-        "local", tuple(kinds.values()),
+        "local",
+        tuple(kinds.values()),
         tuple(Site(name, network.name if len(held) > 1 else "") for name, held in sites.items()),
-        tuple(nodes), tuple(links.values()),
+        tuple(nodes),
+        tuple(links.values()),
     )
 
 
@@ -243,20 +267,27 @@ def _kind_of(device: Any, sharers: int) -> DeviceKind:
     platform = jax_platform(device)
     kind = next((k for k in (a.recognise(device) for a in _registry.values()) if k), None)
     if platform == "cpu" and kind:
-        # Whole GiB: what the kernel keeps for itself differs from boot to boot, and plans carry the cluster's hash.
+        # Whole GiB: what the kernel keeps for itself differs from boot to boot, and plans carry the
+        # cluster's hash.
         gib = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30)
         return dataclasses.replace(kind, memory_bytes=(gib << 30) // sharers)
     if kind:
         return kind
     stats = (device.memory_stats() or {}) if hasattr(device, "memory_stats") else {}
     return DeviceKind(
-        device.device_kind.lower().replace(" ", "-"), platform, int(stats.get("bytes_limit", 8e9)), 1e11, (("f32", 1e12),),
+        device.device_kind.lower().replace(" ", "-"),
+        platform,
+        int(stats.get("bytes_limit", 8e9)),
+        1e11,
+        (("f32", 1e12),),
         device_kinds=(device.device_kind,),
-        source="not a known kind: memory from the device, speeds an order of magnitude; calibrate or describe it",
+        source="not a known kind: memory from the device, speeds an order of magnitude",
     )
 
 
-def match_devices(cluster: Cluster, jax_devices: Sequence[Any] | None = None, *, rehearse: bool = False) -> tuple[Any, ...]:
+def match_devices(
+    cluster: Cluster, jax_devices: Sequence[Any] | None = None, *, rehearse: bool = False
+) -> tuple[Any, ...]:
     """Returns one `jax.Device` for each device of a cluster, in its order.
 
     Args:
@@ -276,44 +307,50 @@ def match_devices(cluster: Cluster, jax_devices: Sequence[Any] | None = None, *,
         if len(cpus) >= cluster.num_devices:
             return tuple(cpus[: cluster.num_devices])
         raise ClusterError(
-            f"a rehearsal of cluster {cluster.name!r} needs {cluster.num_devices} CPU devices, and JAX sees {len(cpus)}; before JAX starts, "
-            f"set XLA_FLAGS=--xla_force_host_platform_device_count={cluster.num_devices} and NPROC={4 * cluster.num_devices}"
+            f"a rehearsal of cluster {cluster.name!r} needs {cluster.num_devices} CPU devices, and "
+            f"JAX sees {len(cpus)}; before JAX starts, set {_forcing(cluster.num_devices)}"
         )
-    pools: dict[str, collections.deque[Any]] = collections.defaultdict(collections.deque)
-    wanted = {k.name: k for k in cluster.kinds}
-    for device in jax_devices:
-        name = _matching_kind(device, wanted)
-        if name is not None:
-            pools[name].append(device)
-    need = collections.Counter(d.kind for d in cluster.devices)
-    if all(len(pools[name]) >= count for name, count in need.items()):
-        return tuple(pools[d.kind].popleft() for d in cluster.devices)
-    raise ClusterError(_mismatch(cluster, jax_devices, need))
+    # A device serves the kinds whose pattern is the longest that fits its name; two CPU kinds tie.
+    free = [(d, _fitting_kinds(d, cluster.kinds)) for d in jax_devices]
+    chosen = []
+    for device in cluster.devices:
+        fit = next((i for i, (_, names) in enumerate(free) if device.kind in names), None)
+        if fit is None:
+            raise ClusterError(_mismatch(cluster, jax_devices))
+        chosen.append(free.pop(fit)[0])
+    return tuple(chosen)
 
 
-def _matching_kind(device: Any, wanted: Mapping[str, DeviceKind]) -> str | None:
+def _fitting_kinds(device: Any, kinds: Sequence[DeviceKind]) -> frozenset[str]:
     platform, said = jax_platform(device), device.device_kind.lower()
-    matches = [
-        (len(part), kind.name)
-        for kind in wanted.values() if kind.platform == platform
-        for part in (kind.device_kinds or (("",) if platform == "cpu" else (kind.name,)))
-        if part.lower() in said
-    ]
-    return max(matches)[1] if matches else None
+    lengths = {}
+    for kind in kinds:
+        parts = kind.device_kinds or (("",) if platform == "cpu" else (kind.name,))
+        fitting = [len(p) for p in parts if p.lower() in said and kind.platform == platform]
+        if fitting:
+            lengths[kind.name] = max(fitting)
+    return frozenset(k for k, n in lengths.items() if n == max(lengths.values()))
 
 
-def _mismatch(cluster: Cluster, jax_devices: Sequence[Any], need: Mapping[str, int]) -> str:
-    described = ", ".join(f"{count} x {name} ({cluster.kind(name).platform})" for name, count in need.items())
+def _mismatch(cluster: Cluster, jax_devices: Sequence[Any]) -> str:
+    need = collections.Counter(d.kind for d in cluster.devices)
     seen = collections.Counter((d.device_kind, jax_platform(d)) for d in jax_devices)
-    at_hand = ", ".join(f"{count} x {kind} ({platform})" for (kind, platform), count in seen.items()) or "none"
-    total = cluster.num_devices
-    return "\n".join([
-        f"cluster {cluster.name!r} is not the devices at hand",
-        f"  described: {described}",
-        f"  JAX sees:  {at_hand}",
-        "  ways on:",
-        "    plan only: call plan_for or lower with jax.ShapeDtypeStruct arguments; no device is needed",
-        f"    rehearse=True: {total} CPU devices stand for them (XLA_FLAGS=--xla_force_host_platform_device_count={total} NPROC={4 * total},"
-        " set before JAX starts)",
-        "    edit the cluster file so that it describes what is at hand: hetjax cluster from-jax prints that",
-    ])
+    described = [f"{n} x {name} ({cluster.kind(name).platform})" for name, n in need.items()]
+    at_hand = [f"{n} x {kind} ({platform})" for (kind, platform), n in seen.items()]
+    return "\n".join(
+        [
+            f"cluster {cluster.name!r} is not the devices at hand",
+            f"  described: {', '.join(described)}",
+            f"  JAX sees:  {', '.join(at_hand) or 'none'}",
+            "  ways on:",
+            "    plan only: plan_for or lower with jax.ShapeDtypeStruct arguments needs no device",
+            f"    rehearse=True: {cluster.num_devices} CPU devices stand for them; before JAX starts, set",
+            f"      {_forcing(cluster.num_devices)}",
+            "    describe what is at hand instead: hetjax cluster from-jax prints it",
+        ]
+    )
+
+
+def _forcing(count: int) -> str:
+    # NPROC gives XLA's pool the threads that collectives of many devices on few cores wait for.
+    return f"XLA_FLAGS=--xla_force_host_platform_device_count={count} NPROC={4 * count}"

@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hetjax.ir.cluster_check import problems
 from hetjax.ir.errors import ClusterError
 from hetjax.ir.suggest import nearest
 
-# What JAX calls the back end: jax.devices("cuda"), …
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-DUPLEX = ("full", "half")
+
+def _set(self: Any, **fields: Any) -> None:
+    for name, value in fields.items():
+        object.__setattr__(self, name, value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class DeviceKind:
 
     Attributes:
       name: "a100-80g".
-      platform: one of `PLATFORMS`.
+      platform: "cpu", "cuda", "rocm" or "tpu", JAX's names of back ends.
       memory_bytes: what one device has; vendors' GB are counted as 1e9, so never too much.
       memory_bandwidth_bytes_s: of its main memory.
       peak_flops: (dtype, FLOP/s) pairs, dense matrix products, multiply and add counted as two.
@@ -52,6 +54,12 @@ class DeviceKind:
     jaxlib: str = ""
     device_kinds: tuple[str, ...] = ()
     source: str = ""
+
+    def __post_init__(self) -> None:
+        # Whole numbers would compare equal to floats and yet print and hash otherwise.
+        _set(self, memory_bytes=int(self.memory_bytes))
+        _set(self, memory_bandwidth_bytes_s=float(self.memory_bandwidth_bytes_s))
+        _set(self, peak_flops=tuple((d, float(v)) for d, v in self.peak_flops))
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -114,8 +122,15 @@ class Link:
     uplink: str = ""
     source: str = ""
 
+    def __post_init__(self) -> None:
+        _set(self, bandwidth_bytes_s=float(self.bandwidth_bytes_s), latency_s=float(self.latency_s))
+        _set(self, curve=tuple((n, float(b)) for n, b in self.curve))
+
     def bandwidth(self, nbytes: float) -> float:
-        """Returns bytes/s that a message of `nbytes` reaches: linear in log(size) between points."""
+        """Returns bytes/s that a message of `nbytes` reaches.
+
+        Linear in the logarithm of the size between the points of the curve.
+        """
         if not self.curve:
             return self.bandwidth_bytes_s
         if nbytes <= self.curve[0][0]:
@@ -219,13 +234,11 @@ class Cluster:
     links: tuple[Link, ...]
 
     def __post_init__(self) -> None:
-        from hetjax.ir.cluster_check import problems
-
         # One order whatever the source, so that equal clusters compare and hash equal.
         for field in ("kinds", "links"):
-            object.__setattr__(self, field, tuple(sorted(getattr(self, field), key=lambda x: x.name)))
+            _set(self, **{field: tuple(sorted(getattr(self, field), key=lambda x: x.name))})
         if found := problems(self.kinds, self.sites, self.nodes, self.links):
-            raise ClusterError("\n".join(f"cluster {self.name!r}: {text}" for _, text in found))
+            raise ClusterError([f"cluster {self.name!r}: {sentence}" for _, sentence in found])
 
     # Devices.
 
@@ -255,15 +268,19 @@ class Cluster:
         """Returns the kind of the device at a position."""
         return self.kind(self.devices[device].kind)
 
+    def nodes_of(self, site: str) -> tuple[Node, ...]:
+        """Returns the nodes of a site, in order."""
+        return tuple(n for n in self.nodes if n.site == site)
+
     @functools.cached_property
     def _groups(self) -> tuple[Group, ...]:
-        by_key: dict[tuple[str, str], dict[str, list[int]]] = {}
+        nodes_of: dict[tuple[str, str], dict[str, list[int]]] = {}
         for device in self.devices:
-            nodes = by_key.setdefault((device.site, device.kind), {})
+            nodes = nodes_of.setdefault((device.site, device.kind), {})
             nodes.setdefault(device.node, []).append(device.index)
         return tuple(
-            Group(site, kind, tuple(i for n in nodes.values() for i in n), tuple(map(tuple, nodes.values())))
-            for (site, kind), nodes in by_key.items()
+            Group(*key, tuple(itertools.chain(*nodes.values())), tuple(map(tuple, nodes.values())))
+            for key, nodes in nodes_of.items()
         )
 
     def groups(self) -> tuple[Group, ...]:
@@ -323,6 +340,26 @@ class Cluster:
         """Returns the link between two sites, or of one site's nodes where they are the same."""
         return self._inner[a] if a == b else self._joined[frozenset((a, b))]
 
+    def wires(self, a: int, b: int) -> tuple[str, str]:
+        """Returns the names of the two resources that bytes from one device to another occupy.
+
+        Transfers that share a name share its bandwidth: a device's port inside its node, a node's
+        port in its site, the wire (or uplink) between sites. With a half-duplex link both
+        directions share one name.
+        """
+        first, second = self.devices[a], self.devices[b]
+        link = self.link(a, b)
+        if first.node == second.node:
+            ends = (f"{first.node}.{a}", f"{second.node}.{b}")
+        elif first.site == second.site and not link.between:
+            ends = (first.node, second.node)
+        else:
+            wire = link.uplink or link.name
+            pair = f"{first.site}>{second.site}" if link.duplex == "full" else ""
+            return (f"{wire}:{pair}", f"{wire}:{pair}")
+        out, into = (":out", ":in") if link.duplex == "full" else ("", "")
+        return (f"{link.name}:{ends[0]}{out}", f"{link.name}:{ends[1]}{into}")
+
     def transfer_s(self, a: int, b: int, nbytes: float) -> float:
         """Returns the seconds for `nbytes` from device `a` to device `b`, alone on the wire."""
         return 0.0 if a == b else self.link(a, b).transfer_s(nbytes)
@@ -352,7 +389,7 @@ class Cluster:
 
     def to_toml(self) -> str:
         """Returns TOML text that parses back to an equal cluster."""
-        from hetjax.ir.cluster_toml import print_cluster
+        from hetjax.ir.cluster_text import print_cluster
 
         return print_cluster(self)
 
@@ -372,6 +409,6 @@ class Cluster:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
-        from hetjax.ir.cluster_toml import summarise
+        from hetjax.ir.cluster_text import summarise
 
         return summarise(self)

@@ -38,12 +38,16 @@ class ParseError(HetjaxError):
         super().__init__("\n".join(parts))
 
 
-class VerifyError(HetjaxError):
-    """A graph, program or plan breaks an invariant; lists every violation found."""
+class _ListedError(HetjaxError):
+    """An error that may have found several problems; `problems` holds one sentence each."""
 
     def __init__(self, problems: Sequence[str] | str):
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+class VerifyError(_ListedError):
+    """A graph, program or plan breaks an invariant; lists every violation found."""
 
 
 class PassError(HetjaxError):
@@ -54,12 +58,12 @@ class PassError(HetjaxError):
         super().__init__(f"pass '{pass_name}': {message}")
 
 
-class ClusterError(HetjaxError):
-    """A cluster description is wrong, or it is not the devices at hand."""
+class ClusterError(_ListedError):
+    """A cluster description is wrong, or it is not the devices at hand; lists every problem."""
 
 
-class PlanError(HetjaxError):
-    """No plan fits the request, or a plan given does not fit the program or cluster."""
+class PlanError(_ListedError):
+    """No plan fits the request, or a plan given does not fit; lists every problem."""
 
 
 class MicrobatchError(HetjaxError):

@@ -69,7 +69,8 @@ class Plan:
       num_microbatches: M.
       batch_size: of the whole step.
       schedule: "1f1b", "gpipe", …
-      warmups: per stage, how many forwards precede its first backward; () leaves it to the schedule.
+      warmups: per stage, how many forwards precede its first backward; () leaves it to the
+        schedule.
       per_microbatch: True when the step's meaning is per microbatch by the user's choice.
       stages: in pipeline order.
       state_specs: (path, spec) of the state leaves that are not replicated, sorted by path.
@@ -144,15 +145,19 @@ class Plan:
         return cls.from_json(text, str(path))
 
     def __str__(self) -> str:
+        many, split = self.num_stages != 1, self.num_microbatches != 1
+        took = f", predicted {self.predicted_s:.4g} s" if self.predicted_s is not None else ""
         lines = [
-            f"plan {self.name} on {self.cluster}: {self.num_stages} stage{'s' * (self.num_stages != 1)}, {self.schedule}, "
-            f"batch {self.batch_size} in {self.num_microbatches} microbatch{'es' * (self.num_microbatches != 1)}"
-            + (f", predicted {self.predicted_s:.4g} s" if self.predicted_s is not None else "")
+            f"plan {self.name} on {self.cluster}: {self.num_stages} stage{'s' * many}, "
+            f"{self.schedule}, batch {self.batch_size} in {self.num_microbatches} "
+            f"microbatch{'es' * split}{took}"
         ]
         for i, stage in enumerate(self.stages):
             mesh = " x ".join(f"{name} {size}" for name, size in stage.axes)
-            span = "" if not stage.blocks else f": {stage.blocks[0]}" + (f" … {stage.blocks[-1]}" if len(stage.blocks) > 1 else "")
-            lines.append(f"  stage {i}: {len(stage.devices)} x {stage.kind} in {stage.site} ({mesh}){span}")
+            ends = dict.fromkeys((*stage.blocks[:1], *stage.blocks[-1:]))
+            span = f": {' … '.join(ends)}" if ends else ""
+            devices = f"{len(stage.devices)} x {stage.kind} in {stage.site} ({mesh})"
+            lines.append(f"  stage {i}: {devices}{span}")
         return "\n".join(lines)
 
 
@@ -171,33 +176,40 @@ def verify_plan(plan: Plan, cluster: Cluster) -> None:
     found: list[str] = []
     if plan.cluster_hash and plan.cluster_hash != cluster.hash:
         found.append(
-            f"the plan was made for cluster {plan.cluster!r} as it was then ({plan.cluster_hash[:12]}); the one given is "
-            f"{cluster.name!r} ({cluster.hash[:12]}); plan again for it"
+            f"it was made for cluster {plan.cluster!r} as it was then ({plan.cluster_hash[:12]}); "
+            f"the one given is {cluster.name!r} ({cluster.hash[:12]}); plan again for it"
         )
-    if plan.num_microbatches < 1 or plan.batch_size < 1:
-        found.append(f"batch_size {plan.batch_size} and num_microbatches {plan.num_microbatches} must both be positive")
-    elif plan.batch_size % plan.num_microbatches:
-        legal = [m for m in range(1, plan.batch_size + 1) if plan.batch_size % m == 0]
-        near = sorted(sorted(legal, key=lambda m: abs(m - plan.num_microbatches))[:3])
-        found.append(
-            f"{plan.num_microbatches} microbatches do not divide a batch of {plan.batch_size}; nearest that do: {', '.join(map(str, near))}"
-        )
+    batch, parts = plan.batch_size, plan.num_microbatches
+    if parts < 1 or batch < 1:
+        found.append(f"batch_size {batch} and num_microbatches {parts} must both be positive")
+    elif batch % parts:
+        legal = (m for m in range(1, batch + 1) if batch % m == 0)
+        near = ", ".join(map(str, sorted(sorted(legal, key=lambda m: abs(m - parts))[:3])))
+        found.append(f"{parts} microbatches do not divide a batch of {batch}; nearest: {near}")
     if not plan.stages:
         found.append("the plan has no stage")
     if plan.warmups and len(plan.warmups) != len(plan.stages):
         found.append(f"warmups has {len(plan.warmups)} numbers for {len(plan.stages)} stages")
-    found += [f"warmups[{i}] is {k}; a stage needs at least one forward" for i, k in enumerate(plan.warmups) if k < 1]
+    found += [
+        f"warmups[{i}] is {k}; a stage starts with at least one forward"
+        for i, k in enumerate(plan.warmups)
+        if k < 1
+    ]
     user: dict[int, int] = {}
     for i, stage in enumerate(plan.stages):
         found += _stage_problems(i, stage, cluster)
         for device in stage.devices:
             if user.setdefault(device, i) != i:
-                found.append(f"device {device} serves stages {user[device]} and {i}; a device serves one")
+                found.append(
+                    f"device {device} serves stages {user[device]} and {i}; a device serves one"
+                )
     axes_of = {axis for stage in plan.stages for axis, _ in stage.axes}
     for path, spec in plan.state_specs:
         found += [
             f"state_specs[{path!r}]: no stage has a mesh axis {axis!r}{nearest(axis, axes_of)}"
-            for dim in spec for axis in dim if axis not in axes_of
+            for dim in spec
+            for axis in dim
+            if axis not in axes_of
         ]
     if found:
         raise VerifyError([f"plan {plan.name!r}: {text}" for text in found])
@@ -209,7 +221,8 @@ def _stage_problems(i: int, stage: StagePlan, cluster: Cluster) -> list[str]:
         out.append(f"stage {i} has no device")
     missing = [d for d in stage.devices if not 0 <= d < cluster.num_devices]
     if missing:
-        out.append(f"stage {i}: devices {missing} do not exist; cluster {cluster.name!r} has 0 … {cluster.num_devices - 1}")
+        last = cluster.num_devices - 1
+        out.append(f"stage {i}: devices {missing} do not exist; {cluster.name!r} has 0 … {last}")
     if len(set(stage.devices)) != len(stage.devices):
         out.append(f"stage {i} names a device twice: {list(stage.devices)}")
     present = [cluster.devices[d] for d in stage.devices if d not in missing]
@@ -222,7 +235,7 @@ def _stage_problems(i: int, stage: StagePlan, cluster: Cluster) -> list[str]:
     size = math.prod(n for _, n in stage.axes)
     if size != len(stage.devices):
         mesh = " x ".join(f"{name} {n}" for name, n in stage.axes)
-        out.append(f"stage {i}: a mesh of {mesh} has {size} devices, but {len(stage.devices)} are given")
+        out.append(f"stage {i}: a mesh of {mesh} has {size} devices, not {len(stage.devices)}")
     if (i == 0) != (stage.first is None):
-        out.append(f"stage {i}: " + ("the first stage starts at the beginning; first must be null" if i == 0 else "first must name a cut"))
+        out.append(f"stage {i}: first must {'be null' if i == 0 else 'name a cut'}")
     return out

@@ -39,7 +39,11 @@ def read_plan(text: str, filename: str) -> Plan:
         data = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise ParseError(
-            f"not JSON: {error.msg}", source=text, line=error.lineno, column=error.colno, filename=filename
+            f"not JSON: {error.msg}",
+            source=text,
+            line=error.lineno,
+            column=error.colno,
+            filename=filename,
         ) from None
     except ValueError as error:
         raise ParseError(str(error), filename=filename) from None
@@ -48,14 +52,17 @@ def read_plan(text: str, filename: str) -> Plan:
     if not isinstance(data, dict):
         problems.add("", f"a plan is a JSON object, not {json.dumps(data)[:60]}")
     elif "hetjax_plan" not in data:
-        problems.add("hetjax_plan", f"missing; a plan says \"hetjax_plan\": {VERSION}")
+        problems.add("hetjax_plan", f'missing; a plan says "hetjax_plan": {VERSION}')
     elif data["hetjax_plan"] != VERSION or isinstance(data["hetjax_plan"], bool):
-        problems.add("hetjax_plan", f"version {data['hetjax_plan']!r} is not known; this hetjax reads version {VERSION}")
+        problems.add(
+            "hetjax_plan",
+            f"version {data['hetjax_plan']!r} is not known; this hetjax reads version {VERSION}",
+        )
     else:
         fields = {k: v for k, v in data.items() if k != "hetjax_plan"}
         plan = _record(Plan, _PLAN)(fields, "", problems)
     if problems.found or plan is None:
-        raise PlanError("\n".join(f"{filename}: {p}" for p in problems.found))
+        raise PlanError([f"{filename}: {p}" for p in problems.found])
     return plan
 
 
@@ -63,7 +70,9 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number a plan may hold")
 
 
-def _typed(expected: str, accept: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda v: v) -> _Read:
+def _typed(
+    expected: str, accept: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda v: v
+) -> _Read:
     def read(value: Any, key: str, problems: _Problems) -> Any:
         if not accept(value):
             raise problems.wrong(key, expected, value)
@@ -80,7 +89,9 @@ _text = _typed("a string", lambda v: isinstance(v, str))
 _whole = _typed("a whole number of at least 0", lambda v: _is_int(v) and v >= 0)
 _flag = _typed("true or false", lambda v: isinstance(v, bool))
 _seconds = _typed(
-    "a number of seconds, at least 0", lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0, float
+    "a number of seconds, at least 0",
+    lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0,
+    float,
 )
 
 
@@ -159,12 +170,28 @@ def _record(cls: Any, fields: dict[str, _Read]) -> _Read:
 
 _CUT: dict[str, _Read] = {"block": _text, "offset": _whole}
 _STAGE: dict[str, _Read] = {
-    "devices": _many(_whole), "site": _text, "kind": _text, "axes": _many(_pair(_text, _whole)),
-    "first": _optional(_record(Cut, _CUT)), "blocks": _many(_text), "predicted_s": _optional(_seconds),
+    "devices": _many(_whole),
+    "site": _text,
+    "kind": _text,
+    "axes": _many(_pair(_text, _whole)),
+    "first": _optional(_record(Cut, _CUT)),
+    "blocks": _many(_text),
+    "predicted_s": _optional(_seconds),
 }
 _PLAN: dict[str, _Read] = {
-    "name": _text, "cluster": _text, "cluster_hash": _text, "num_microbatches": _whole, "batch_size": _whole,
-    "schedule": _text, "stages": _many(_record(StagePlan, _STAGE)), "warmups": _many(_whole), "per_microbatch": _flag,
-    "state_specs": _many(_pair(_text, _many(_many(_text)))), "microbatch_reason": _text, "seed": _optional(_whole),
-    "evaluations": _optional(_whole), "sources": _many(_pair(_text, _source)), "predicted_s": _optional(_seconds),
+    "name": _text,
+    "cluster": _text,
+    "cluster_hash": _text,
+    "num_microbatches": _whole,
+    "batch_size": _whole,
+    "schedule": _text,
+    "stages": _many(_record(StagePlan, _STAGE)),
+    "warmups": _many(_whole),
+    "per_microbatch": _flag,
+    "state_specs": _many(_pair(_text, _many(_many(_text)))),
+    "microbatch_reason": _text,
+    "seed": _optional(_whole),
+    "evaluations": _optional(_whole),
+    "sources": _many(_pair(_text, _source)),
+    "predicted_s": _optional(_seconds),
 }

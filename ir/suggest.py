@@ -9,12 +9,15 @@ from collections.abc import Iterable
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" for the closest choice, else "; valid: …" with all of them.
 
+    Choices that are equally close are all named.
+
     Args:
       name: what was written.
       choices: what could have been written.
     """
     known = sorted(choices)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    ratio = {c: difflib.SequenceMatcher(None, name, c).ratio() for c in known}
+    best = max(ratio.values(), default=0.0)
+    if best >= 0.6:
+        return f"; did you mean {' or '.join(repr(c) for c in known if ratio[c] == best)}?"
     return f"; valid: {', '.join(known)}" if known else ""

@@ -12,8 +12,12 @@ _HEADER = re.compile(rf"[ \t]*(\[\[?)[ \t]*({_DOTTED})[ \t]*\]\]?")
 _KEY = re.compile(rf"[ \t]*({_DOTTED})[ \t]*=")
 # What may end or hide the end of a value: strings (long ones first), comments, brackets, newlines.
 _TOKEN = re.compile(
-    r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*|[\[\]{}\n]',
-    re.DOTALL,
+    r"""
+      \"{3}(?:[^\\]|\\.)*?\"{3,5} | '{3}.*?'{3,5}
+    | "(?:[^"\\\n]|\\.)*" | '[^'\n]*'
+    | \#[^\n]* | [\[\]{}\n]
+    """,
+    re.DOTALL | re.VERBOSE,
 )
 
 
