@@ -344,7 +344,7 @@ def _mismatch(cluster: Cluster, jax_devices: Sequence[Any]) -> str:
             f"  JAX sees:  {', '.join(at_hand) or 'none'}",
             "  ways on:",
             "    plan only: plan_for or lower with jax.ShapeDtypeStruct arguments needs no device",
-            f"    rehearse=True: {cluster.num_devices} CPU devices stand for them; before JAX starts, set",
+            f"    rehearse=True: {cluster.num_devices} CPU devices stand in; before JAX starts, set",
             f"      {_forcing(cluster.num_devices)}",
             "    describe what is at hand instead: hetjax cluster from-jax prints it",
         ]

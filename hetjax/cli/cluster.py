@@ -20,7 +20,9 @@ def cluster() -> None:
 
 @cluster.command()
 @click.argument("file", required=False, type=click.Path(path_type=Path))
-@click.option("--presets", "show_presets", is_flag=True, help="List the kinds and links known by name.")
+@click.option(
+    "--presets", "show_presets", is_flag=True, help="List the kinds and links known by name."
+)
 @_JSON
 def show(file: Path | None, show_presets: bool, as_json: bool) -> None:
     """Show what FILE describes: sites, devices, links, groups."""
@@ -39,7 +41,9 @@ def show(file: Path | None, show_presets: bool, as_json: bool) -> None:
     for group in described.groups():
         kind = described.kind(group.kind)
         peaks = ", ".join(f"{d} {v / 1e12:.4g}" for d, v in kind.peak_flops)
-        click.echo(f"  group {group.site}/{group.kind}: {group.num_devices} devices, TFLOP/s each: {peaks}")
+        click.echo(
+            f"  group {group.site}/{group.kind}: {group.num_devices} devices, TFLOP/s each: {peaks}"
+        )
         if kind.emulated_dtypes:
             click.echo(f"    emulates {', '.join(kind.emulated_dtypes)}")
         if kind.jaxlib:
@@ -50,7 +54,9 @@ def show(file: Path | None, show_presets: bool, as_json: bool) -> None:
 @cluster.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--at-hand", is_flag=True, help="Also ask whether JAX sees the devices described.")
-@click.option("--rehearse", is_flag=True, help="With --at-hand: CPU devices may stand for any kind.")
+@click.option(
+    "--rehearse", is_flag=True, help="With --at-hand: CPU devices may stand for any kind."
+)
 @_JSON
 def validate(file: Path, at_hand: bool, rehearse: bool, as_json: bool) -> int:
     """Say everything that is wrong with FILE, by line and key; exit 1 if anything is."""
@@ -77,7 +83,9 @@ def validate(file: Path, at_hand: bool, rehearse: bool, as_json: bool) -> int:
 
 
 @cluster.command("from-jax")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write here instead of printing.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Write here instead of printing."
+)
 @_JSON
 def from_jax(output: Path | None, as_json: bool) -> None:
     """Describe the devices that JAX sees, as TOML to edit."""
@@ -109,13 +117,13 @@ def _show_presets(as_json: bool) -> None:
         links = {k: dataclasses.asdict(v) for k, v in presets.LINKS.items()}
         click.echo(json.dumps({"kinds": kinds, "links": links, "usual_link": presets.KIND_LINK}))
         return
-    click.echo("kinds (kind = \"…\"), peaks in TFLOP/s")
+    click.echo('kinds (kind = "…"), peaks in TFLOP/s')
     for kind in presets.KINDS.values():
         peaks = ", ".join(f"{d} {v / 1e12:.4g}" for d, v in kind.peak_flops)
         memory = f"{kind.memory_bytes / 1e9:g} GB at {kind.memory_bandwidth_bytes_s / 1e9:g} GB/s"
         click.echo(f"  {kind.name:<11} {memory}; {peaks}")
         click.echo(f"  {'':<11} {kind.source}")
-    click.echo("links (link = \"…\"), one direction")
+    click.echo('links (link = "…"), one direction')
     for link in presets.LINKS.values():
         click.echo(f"  {speed(link)}; {link.source}")
 
