@@ -139,7 +139,7 @@ def shaped(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 def make_literal(value: Any, dtype: Any, aval: Any) -> Any:
     """Returns a jaxpr literal of a Python scalar."""
-    return JaxLiteral(_TypedNdArray(np.asarray(value, dtype), weak_type=aval.weak_type), aval)
+    return JaxLiteral(_TypedNdArray(np.asarray(value, dtype)), aval)
 
 
 def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> Any:

@@ -156,6 +156,8 @@ def place(
       homes: stages that already keep state leaves, by ref; with them the forward follows the data
         instead of the cuts (for functions that run on the plan of another).
     """
+    if num_stages == 1 and micro.num_microbatches == 1:
+        return _one_fragment(graph)
     kinds = classify(graph, micro)
     kinds = _defer_shared_sums(graph, micro, kinds, num_stages, cuts, homes)
     stage, found_homes = _micro_stages(graph, kinds, num_stages, cuts, homes)
@@ -164,6 +166,13 @@ def place(
     for argument in graph.inputs:
         found_homes.setdefault(argument.ref, 0)
     return Placement(num_stages, tuple(kinds), tuple(stages), orders, found_homes)
+
+
+def _one_fragment(graph: Graph) -> Placement:
+    """Returns the placement of a step that is neither cut nor split: everything in one fragment."""
+    n = len(graph.ops)
+    orders = {(i, 0): (0, _PHASE[UPDATE], 0) for i in range(n)}
+    return Placement(1, (UPDATE,) * n, ((0,),) * n, orders, {a.ref: 0 for a in graph.inputs})
 
 
 def _micro_stages(

@@ -1,0 +1,343 @@
+"""`hetjax.parallelize`: the decorator, and the function object it returns."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from hetjax.frontend.calls import flatten_call, is_in_place, rebuild_result
+from hetjax.frontend.entry import Entry
+from hetjax.frontend.planning import Options, build_bundle, parse_mesh
+from hetjax.frontend.tracing import leaf_types, trace_call
+from hetjax.ir.cluster import Cluster
+from hetjax.ir.errors import PlanError
+from hetjax.ir.plan import Plan
+
+MeshLike = str | Sequence[int] | Sequence[Sequence[int]] | None
+
+
+@overload
+def parallelize(fn: Callable[..., Any], /) -> ParallelFunction: ...
+
+
+@overload
+def parallelize(
+    fn: Callable[..., Any] | None = None, /, *, cluster: Cluster | str | Path | None = None,
+    num_stages: int | None = None, num_microbatches: int | None = None, mesh: MeshLike = None,
+    schedule: str | None = None, plan: Plan | str | Path | None = None,
+    batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
+    per_microbatch: bool = False, rehearse: bool = False, like: ParallelFunction | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Any: ...
+
+
+def parallelize(
+    fn: Callable[..., Any] | None = None, /, *, cluster: Cluster | str | Path | None = None,
+    num_stages: int | None = None, num_microbatches: int | None = None, mesh: MeshLike = None,
+    schedule: str | None = None, plan: Plan | str | Path | None = None,
+    batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
+    per_microbatch: bool = False, rehearse: bool = False, like: ParallelFunction | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Any:
+    """Returns the train step, run across the devices of a cluster with the numbers of plain jax.jit.
+
+    Use it bare (`@hetjax.parallelize`) or with options. The step stays as it is: linen
+    `step(state, batch) -> (state, aux)`, nnx `step(model, optimizer, batch) -> aux` mutating in place,
+    or any function whose value contains new state of the structure of an argument. It may be jitted
+    already, a bound method or a partial.
+
+    Args:
+      fn: the step.
+      cluster: the devices: a `Cluster`, a TOML file, or None for the local devices.
+      num_stages: pipeline stages; None gives each group of like devices one.
+      num_microbatches: parts of a batch; None lets hetjax choose what it can prove exact.
+      mesh: (data, model) sizes inside stages: "2,1" for all, "2,1;3,2" one per stage.
+      schedule: a schedule's name ("gpipe", "1f1b"); None or "auto" chooses.
+      plan: a saved plan (or its file); nothing is searched then.
+      batch_argnums: which arguments carry the batch; None finds out.
+      donate: lets the new state reuse the old one's buffers, as jit's donate_argnums does.
+      per_microbatch: accepts that the step's meaning is per microbatch where it is no sum over examples
+        (batch statistics).
+      rehearse: lets CPU devices stand for the cluster's.
+      like: another parallel function whose plan and placement of state this one follows; for
+        evaluation, averages, norms, generation.
+      progress: called with (fragment, done, total) as fragments are compiled.
+
+    Raises:
+      PlanError: no plan fits; from the first call, not from here, for anything that needs the arguments.
+      ClusterError: the cluster's description is wrong, or it is not the devices at hand.
+    """
+    if fn is None:
+        return functools.partial(
+            parallelize, cluster=cluster, num_stages=num_stages, num_microbatches=num_microbatches,
+            mesh=mesh, schedule=schedule, plan=plan, batch_argnums=batch_argnums, donate=donate,
+            per_microbatch=per_microbatch, rehearse=rehearse, like=like, progress=progress,
+        )
+    if not callable(fn):
+        raise PlanError(
+            f"parallelize takes a function, not a {type(fn).__name__}; options are given by name, "
+            "as in @hetjax.parallelize(cluster='cluster.toml')"
+        )
+    options = Options(
+        num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
+        schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,
+        donate=donate, plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
+    )
+    if isinstance(batch_argnums, int):
+        batch_argnums = (batch_argnums,)
+    return ParallelFunction(fn, cluster, options, batch_argnums, rehearse, like, progress)
+
+
+class ParallelFunction:
+    """A function that runs on a plan. Made by `parallelize`.
+
+    Attributes:
+      plain: the user's function, untouched; also `__wrapped__`.
+      options: what was asked.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], cluster: Cluster | str | Path | None, options: Options,
+        batch_argnums: Sequence[int] | None, rehearse: bool, like: ParallelFunction | None,
+        progress: Callable[[str, int, int], None] | None,
+    ):
+        functools.update_wrapper(self, fn, updated=())
+        self.plain = fn
+        self.options = options
+        self._cluster = Cluster.from_toml(cluster) if isinstance(cluster, (str, Path)) else cluster
+        self._batch_argnums = tuple(batch_argnums) if batch_argnums is not None else None
+        self._rehearse, self._like, self._progress = rehearse, like, progress
+        self._in_place = is_in_place(fn)
+        self._entries: dict[Any, Entry] = {}
+        self._latest: Entry | None = None
+        self._devices: tuple[Any, ...] | None = None
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    # -- calling -----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("HETJAX_DISABLE") == "1":
+            return self._plain_jit()(*args, **kwargs)
+        leaves, structure = flatten_call(args, kwargs, self._in_place)
+        key = (structure, leaf_types(leaves))
+        entry = self._entries.get(key)
+        if entry is None or entry.executor is None:
+            entry = self._entry(key, leaves, structure)
+            entry.compile(self.devices, self._progress)
+        self._latest = entry
+        results = entry.run(leaves)
+        return rebuild_result(structure, entry.returned, results, args, kwargs)
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        if self._in_place and self._uses_nnx():
+            from flax import nnx
+
+            return nnx.jit(self.plain)
+        import jax
+
+        return jax.jit(self.plain)
+
+    def _plain_jit(self) -> Any:
+        return self._jitted
+
+    def _uses_nnx(self) -> bool:
+        import sys
+
+        return "flax.nnx" in sys.modules and not type(self.plain).__name__ == "PjitFunction"
+
+    def _entry(self, key: Any, leaves: Sequence[Any], structure: Any) -> Entry:
+        if key in self._entries:
+            return self._entries[key]
+        traced = trace_call(
+            self.plain, structure, leaves, name=self._name(), batch_argnums=self._batch_argnums
+        )
+        if self._like is not None:
+            from hetjax.frontend.following import follow_bundle
+
+            bundle = follow_bundle(traced, self._like)
+        else:
+            if not any(r.updates is not None for r in traced.graph.outputs):
+                raise PlanError(
+                    f"{self._name()} returns no new state: no part of its value has the structure of an "
+                    "argument. Return the state from the step, or, for an evaluation or any other "
+                    "function of the state, use hetjax.parallelize(fn, like=train_step)"
+                )
+            bundle = build_bundle(traced, self.cluster, self.options)
+        self._warn_of_new_shape(key)
+        entry = Entry(bundle, structure, traced.returned)
+        self._entries[key] = entry
+        return entry
+
+    def _warn_of_new_shape(self, key: Any) -> None:
+        if not self._entries or self._like is not None:
+            return
+        before = next(iter(self._entries))
+        if before[0] != key[0]:
+            change = "the structure of its arguments"
+        else:
+            pairs = [(i, a, b) for i, (a, b) in enumerate(zip(before[1], key[1])) if a != b]
+            entry = self._entries[before]
+            change = "; ".join(
+                f"{entry.graph.inputs[i].path} from {a[1]}{list(a[0])} to {b[1]}{list(b[0])}"
+                for i, a, b in pairs[:4]
+            )
+        warnings.warn(
+            f"hetjax plans and compiles {self._name()} again: what changed is {change}",
+            UserWarning, stacklevel=4,
+        )
+
+    def _name(self) -> str:
+        return getattr(self.plain, "__name__", None) or type(self.plain).__name__
+
+    # -- what it runs on ---------------------------------------------------------------------------
+
+    @functools.cached_property
+    def cluster(self) -> Cluster:
+        """The devices described."""
+        if self._like is not None:
+            return self._like.cluster
+        return self._cluster if self._cluster is not None else Cluster.local()
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """One jax device per device of the cluster.
+
+        Raises:
+          ClusterError: what is described is not at hand.
+        """
+        if self._like is not None:
+            return self._like.devices
+        if self._devices is None:
+            from hetjax.ir.accelerator import match_devices
+
+            self._devices = match_devices(self.cluster, rehearse=self._rehearse)
+        return self._devices
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None before the first call."""
+        return self._latest.plan if self._latest is not None else None
+
+    def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
+        """Returns the plan for arguments that may be ShapeDtypeStructs; no device is needed.
+
+        Raises:
+          PlanError, MicrobatchError: as a call would.
+        """
+        return self._lowered_entry(args, kwargs).plan
+
+    def _lowered_entry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Entry:
+        leaves, structure = flatten_call(args, kwargs, self._in_place)
+        entry = self._entry((structure, leaf_types(leaves)), leaves, structure)
+        self._latest = entry
+        return entry
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Returns the lowered step, as jax.jit's `lower` does; arguments may be ShapeDtypeStructs."""
+        return Lowered(self, self._lowered_entry(args, kwargs))
+
+    def explain(self) -> str:
+        """Returns what is run and why, in words and a table.
+
+        Raises:
+          PlanError: nothing was planned yet.
+        """
+        from hetjax.frontend.explaining import explain
+
+        return explain(self._in_use(), self.cluster)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what was counted since the first call, as a flat dict for any logger.
+
+        Raises:
+          PlanError: nothing has run yet.
+        """
+        entry = self._in_use()
+        if entry.executor is None:
+            raise PlanError(f"{self._name()} has not run yet; call it first")
+        counters = entry.executor.counters
+        steps = max(1, counters.steps)
+        return {
+            "stages": entry.plan.num_stages,
+            "microbatches": entry.plan.num_microbatches,
+            "schedule": entry.plan.schedule,
+            "steps": counters.steps,
+            "launches": counters.launches // steps,
+            "transfers": counters.transfers // steps,
+            "bytes_between_stages": counters.bytes_between_stages // steps,
+            "compiled": len(entry.program.fragments),
+            "plans": len(self._entries),
+        }
+
+    def abstract_state(self) -> Any:
+        """Returns the arguments that hold state as ShapeDtypeStructs with their shardings (for orbax).
+
+        The state of one argument is returned alone, that of several as a tuple in their order; nnx
+        objects give their `nnx.State`.
+
+        Raises:
+          PlanError: nothing was planned yet.
+        """
+        from hetjax.frontend.placement import abstract_state
+
+        return abstract_state(self._in_use(), self.devices)
+
+    def _in_use(self) -> Entry:
+        if self._latest is None:
+            raise PlanError(
+                f"{self._name()} has no plan yet; call it, or plan_for(state, batch) with "
+                "ShapeDtypeStructs"
+            )
+        return self._latest
+
+
+class Lowered:
+    """A planned and lowered step; `compile` makes it callable."""
+
+    def __init__(self, function: ParallelFunction, entry: Entry):
+        self._function, self._entry = function, entry
+
+    @property
+    def plan(self) -> Plan:
+        return self._entry.plan
+
+    def as_text(self) -> str:
+        """Returns the MPMD program as text."""
+        return str(self._entry.program)
+
+    def compile(self) -> Compiled:
+        """Compiles every fragment.
+
+        Raises:
+          ClusterError: the devices described are not at hand.
+          LoweringError: a fragment cannot be compiled.
+        """
+        self._entry.compile(self._function.devices, self._function._progress)
+        return Compiled(self._function, self._entry)
+
+
+class Compiled:
+    """A compiled step; takes arguments of the types it was lowered for."""
+
+    def __init__(self, function: ParallelFunction, entry: Entry):
+        self._function, self._entry = function, entry
+
+    @property
+    def plan(self) -> Plan:
+        return self._entry.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = flatten_call(args, kwargs, self._function._in_place)
+        if structure != self._entry.structure:
+            raise PlanError("the arguments do not have the structure the step was lowered for")
+        results = self._entry.run(leaves)
+        return rebuild_result(structure, self._entry.returned, results, args, kwargs)

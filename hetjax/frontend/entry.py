@@ -1,0 +1,127 @@
+"""One plan, compiled: everything that belongs to one batch shape of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hetjax.frontend.calls import Returned, Structure
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.errors import PlanError
+from hetjax.ir.graph import Graph, Literal
+from hetjax.ir.program import Program
+from hetjax.runtime.compiler import compile_program
+from hetjax.runtime.executor import Executor
+from hetjax.runtime.feeding import Feeder
+from hetjax.runtime.meshes import jax_mesh, named_sharding
+
+
+class Entry:
+    """A lowered call; compiled when it first runs.
+
+    Args:
+      bundle: with a complete program.
+      structure: of the call.
+      returned: the shape of its value.
+    """
+
+    def __init__(self, bundle: Bundle, structure: Structure, returned: Returned):
+        if bundle.program is None or bundle.graph is None or bundle.plan is None:
+            raise PlanError("the bundle holds no complete program")
+        self.bundle, self.structure, self.returned = bundle, structure, returned
+        self.program: Program = bundle.program
+        self.graph: Graph = bundle.graph
+        self.plan = bundle.plan
+        self.executor: Executor | None = None
+        self._feeder: Feeder | None = None
+        self._devices: tuple[Any, ...] = ()
+
+    def compile(self, devices: Sequence[Any], progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compiles the program for devices, once.
+
+        Raises:
+          LoweringError: a fragment cannot be lowered or compiled.
+        """
+        if self.executor is not None:
+            return
+        self._devices = tuple(devices)
+        fragments, meshes = compile_program(self.program, devices, progress)
+        cap = any(d.platform == "cpu" for d in devices)
+        self.executor = Executor(self.program, fragments, meshes, cap)
+        self._feeder = Feeder(self.graph, self.program, self.executor)
+        self._loose = self._loose_results()
+
+    def _loose_results(self) -> list[int]:
+        """Returns the results to bring to one device: not state, when stages are several."""
+        if len(self.program.meshes) == 1:
+            return []
+        return [
+            r.result for r in self.program.returns
+            if r.stage is not None and self.graph.outputs[r.result].updates is None
+        ]
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns one array per output leaf.
+
+        Raises:
+          RuntimeFault: a stage failed.
+        """
+        import jax
+
+        executor, feeder = self.executor, self._feeder
+        if executor is None or feeder is None:
+            raise PlanError("the entry was not compiled")
+        placed, feeds = feeder.feed(leaves)
+        results = executor.run(feeds)
+        for ret in self.program.returns:
+            if ret.stage is None:
+                results[ret.result] = self._handed_back(ret.result, leaves, placed)
+        if self._loose:
+            device = self._devices[self.program.meshes[0].devices[0]]
+            moved = jax.device_put([results[k] for k in self._loose], device)
+            for k, array in zip(self._loose, moved):
+                results[k] = array
+        return results
+
+    def _handed_back(self, k: int, leaves: Sequence[Any], placed: dict[int, Any]) -> Any:
+        """Returns an output that no fragment makes: a literal, an input, a captured array."""
+        import jax.numpy as jnp
+
+        atom = self.graph.outputs[k].atom
+        if isinstance(atom, Literal):
+            value = jnp.asarray(atom.value, self._literal_dtype(atom))
+            return value
+        if atom in self.graph.consts:
+            return jnp.asarray(self.graph.consts[atom])
+        if atom in placed:
+            return placed[atom]
+        return jnp.asarray(leaves[atom])
+
+    @staticmethod
+    def _literal_dtype(atom: Literal) -> Any:
+        from hetjax.ir.exporter import numpy_dtype
+
+        return numpy_dtype(atom.aval.dtype)
+
+    # -- placement of the state --------------------------------------------------------------------
+
+    def homes(self) -> dict[int, tuple[int, Any]]:
+        """Returns, per input leaf, (stage, spec) where it lives between steps."""
+        out: dict[int, tuple[int, Any]] = {}
+        for result, ret in zip(self.program.results, self.program.returns):
+            if result.updates is not None and ret.stage is not None and ret.port is not None:
+                out[result.updates] = (ret.stage, ret.port.spec)
+        for feed in self.program.feeds:
+            if feed.form == "step":
+                out.setdefault(feed.argument, (feed.stage, feed.spec))
+        return out
+
+    def shardings(self, devices: Sequence[Any]) -> list[Any]:
+        """Returns the sharding of every input leaf at its home, replicated on stage 0 where it has none."""
+        meshes = [jax_mesh(m, devices) for m in self.program.meshes]
+        homes = self.homes()
+        out = []
+        for argument in self.graph.inputs[: self.structure.num_leaves]:
+            stage, spec = homes.get(argument.ref, (0, ()))
+            out.append(named_sharding(meshes[stage], spec))
+        return out

@@ -1,0 +1,193 @@
+"""From a traced call to a planned and lowered bundle: which microbatches, which plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+from hetjax.frontend.tracing import Traced
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.cluster import Cluster
+from hetjax.ir.errors import MicrobatchError, PlanError
+from hetjax.ir.graph import Graph
+from hetjax.ir.microbatching import Microbatching, Refusal
+from hetjax.ir.plan import Plan, verify_plan
+from hetjax.passes.one_microbatch import one_microbatch
+from hetjax.passes.pipeline import analyse, lower
+from hetjax.passes.plan_stages import Request, batch_size_of, plan_stages, stage_devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked of `parallelize`; None leaves a choice to hetjax.
+
+    Attributes:
+      num_stages, num_microbatches, mesh, schedule: of the plan.
+      per_microbatch: whether a step that is not a sum over examples may run per microbatch.
+      donate: whether the old state's buffers are reused.
+      plan: a plan to use as it is.
+    """
+
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    mesh: tuple[tuple[int, int], ...] | None = None
+    schedule: str | None = None
+    per_microbatch: bool = False
+    donate: bool = False
+    plan: Plan | None = None
+
+
+def build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
+    """Returns the bundle with microbatching proved, plan made and program complete.
+
+    Raises:
+      MicrobatchError: more microbatches were asked for than can be proved.
+      PlanError: no plan fits the request, or the plan given does not fit the step or cluster.
+    """
+    bundle = analyse(Bundle(graph=traced.graph, cluster=cluster))
+    graph = bundle.graph
+    if graph is None:
+        raise PlanError("nothing was traced")
+    if options.plan is not None:
+        verify_plan(options.plan, cluster)
+        options = dataclasses.replace(
+            options, num_microbatches=options.plan.num_microbatches,
+            per_microbatch=options.per_microbatch or options.plan.per_microbatch,
+        )
+    request = Request(options.num_stages, options.mesh, options.schedule)
+    micro = choose_microbatching(graph, traced.retrace, cluster, options, request)
+    bundle = bundle.replace(microbatching=micro)
+    plan = options.plan
+    if plan is None:
+        plan = plan_stages(graph, micro, cluster, request)
+    elif plan.batch_size != max(1, batch_size_of(graph)):
+        raise PlanError(
+            f"the plan is for a batch of {plan.batch_size}, this call has {batch_size_of(graph)}; "
+            "plan again for it, or pass batches of the plan's size"
+        )
+    return lower(bundle.replace(plan=plan), donate=options.donate)
+
+
+def choose_microbatching(
+    graph: Graph, retrace: Callable[[int], Graph], cluster: Cluster, options: Options,
+    request: Request,
+) -> Microbatching:
+    """Returns a proved microbatching of the number asked for, or of one chosen.
+
+    Raises:
+      MicrobatchError: the number asked for does not divide the batch, or cannot be proved.
+    """
+    batch = batch_size_of(graph)
+    asked = options.num_microbatches
+    num = asked if asked is not None else _chosen(batch, cluster, request)
+    if num < 1:
+        raise MicrobatchError(f"num_microbatches is {num}; it must be at least 1")
+    if num == 1:
+        return one_microbatch(graph)
+    if not batch:
+        raise MicrobatchError(
+            f"{num} microbatches are asked for, but no argument carries a batch; name the one that "
+            "does with batch_argnums, or use num_microbatches=1"
+        )
+    if batch % num:
+        near = sorted((m for m in range(1, batch + 1) if batch % m == 0), key=lambda m: abs(m - num))
+        raise MicrobatchError(
+            f"{num} microbatches do not divide a batch of {batch} examples ({_batch_leaf(graph)}); "
+            f"the nearest numbers that do are {', '.join(map(str, sorted(near[:3])))}",
+            reason="the batch does not divide",
+        )
+    micro = _prove(graph, retrace, num, options.per_microbatch)
+    if micro.refusal is None or micro.accepted:
+        return micro
+    if asked is not None:
+        raise refused(micro.refusal, num)
+    warnings.warn(
+        f"hetjax runs {graph.name} as one microbatch, which leaves stages idle: {micro.refusal.reason}",
+        UserWarning, stacklevel=2,
+    )
+    return one_microbatch(graph, micro.refusal)
+
+
+def _chosen(batch: int, cluster: Cluster, request: Request) -> int:
+    """Returns a number of microbatches: about four per stage, each still divisible over its devices."""
+    devices = stage_devices(cluster, request)
+    if len(devices) == 1 or not batch:
+        return 1
+    if request.mesh:
+        widths = [data for data, _ in request.mesh]
+    else:
+        widths = [len(d) for d in devices]
+    legal = [m for m in range(1, 4 * len(devices) + 1) if batch % m == 0]
+    width = math.lcm(*widths)
+    fitting = [m for m in legal if (batch // m) % width == 0]
+    return max(fitting or legal)
+
+
+def _batch_leaf(graph: Graph) -> str:
+    leaf = next((a for a in graph.inputs if a.role == "batch"), None)
+    return f"axis 0 of {leaf.path}" if leaf else "no leaf"
+
+
+def _prove(graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool) -> Microbatching:
+    from hetjax.passes.prover import prove
+
+    try:
+        small = analyse(Bundle(graph=retrace(num))).graph
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        refusal = Refusal(
+            f"it cannot be traced with {num} times fewer examples ({type(error).__name__}: "
+            f"{lines[0] if lines else 'no message'}); a batch size may be written into it"
+        )
+        return Microbatching(num, graph, one_microbatch(graph).types, refusal=refusal)
+    if small is None:
+        raise PlanError("nothing was traced")
+    micro = prove(graph, small, num)
+    if micro.refusal is not None and accept:
+        micro = dataclasses.replace(micro, accepted=True)
+    return micro
+
+
+def refused(refusal: Refusal, num: int) -> MicrobatchError:
+    """Returns the error that says why a step cannot be split."""
+    where = ", ".join(
+        part for part in (
+            f"equation {refusal.equation}" if refusal.equation else "",
+            f"module {refusal.block}" if refusal.block else "",
+            refusal.source,
+        ) if part
+    )
+    return MicrobatchError(
+        f"{num} microbatches would not give the numbers of the whole batch: {refusal.reason}"
+        + (f" ({where})" if where else "")
+        + "\nUse num_microbatches=1, or per_microbatch=True to accept the step's meaning per microbatch.",
+        reason=refusal.reason, equation=refusal.equation, module_path=refusal.block, source=refusal.source,
+    )
+
+
+def parse_mesh(mesh: str | Sequence[int] | Sequence[Sequence[int]] | None) -> tuple[tuple[int, int], ...] | None:
+    """Returns (data, model) pairs from "2,1", "2,1;3,2", (2, 1) or ((2, 1), (3, 2)).
+
+    Raises:
+      PlanError: it is none of these.
+    """
+    if mesh is None:
+        return None
+    try:
+        if isinstance(mesh, str):
+            rows: list[list[int]] = [[int(n) for n in part.split(",")] for part in mesh.split(";")]
+        elif all(isinstance(n, int) for n in mesh):
+            rows = [list(mesh)]  # type: ignore[arg-type]
+        else:
+            rows = [list(row) for row in mesh]  # type: ignore[union-attr]
+        rows = [row if len(row) == 2 else [row[0], 1] if len(row) == 1 else [] for row in rows]
+        if not rows or any(len(row) != 2 or min(row) < 1 for row in rows):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"mesh {mesh!r} is not understood; write data,model sizes such as '2,1' for all stages or "
+            "'2,1;3,2' for one stage each"
+        ) from None
+    return tuple((row[0], row[1]) for row in rows)
