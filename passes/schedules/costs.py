@@ -33,9 +33,10 @@ class PipelineCosts:
       weight_share: the share of the backward that is weight gradient (W); the rest is input
         gradient (I). Only schedules that split the backward use it.
       device_of: the device that runs each stage; () means stage i on device i.
-      uplinks: per boundary, the name of the line its transfers share with other boundaries of the
-        same name; "" means that it shares with nobody but boundaries between the same two devices.
-      half_duplex: names of lines (or "*" for all) on which both directions share the capacity.
+      lines: per boundary, the names of the lines its activations and its gradients travel on. A line
+        carries one transfer at a time, first come first served: two boundaries with one name share
+        an uplink, one name for both directions makes a half-duplex link. () means full duplex and a
+        line of its own per direction and pair of devices, named "0>1".
       sync_s: seconds of gradient synchronisation across replicas, per stage; () means none. It uses
         the device's network, not its compute units.
       update_s: seconds of the optimizer, per stage; () means none.
@@ -49,8 +50,7 @@ class PipelineCosts:
     max_in_flight: tuple[int, ...] | None = None
     weight_share: float = 0.5
     device_of: tuple[int, ...] = ()
-    uplinks: tuple[str, ...] = ()
-    half_duplex: tuple[str, ...] = ()
+    lines: tuple[tuple[str, str], ...] = ()
     sync_s: tuple[float, ...] = ()
     update_s: tuple[float, ...] = ()
 
@@ -59,13 +59,16 @@ class PipelineCosts:
         boundaries = max(num_stages - 1, 0)
         defaults = {
             "latency_s": (0.0,) * boundaries, "serialisation_s": (0.0,) * boundaries,
-            "device_of": tuple(range(num_stages)), "uplinks": ("",) * boundaries,
+            "device_of": tuple(range(num_stages)),
             "sync_s": (0.0,) * num_stages, "update_s": (0.0,) * num_stages,
         }
         for name, default in defaults.items():
             object.__setattr__(self, name, tuple(getattr(self, name)) or default)
-        for name in ("forward_s", "backward_s", "half_duplex"):
+        for name in ("forward_s", "backward_s"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.lines:
+            pairs = zip(self.device_of, self.device_of[1:])
+            object.__setattr__(self, "lines", tuple((f"{a}>{b}", f"{b}>{a}") for a, b in pairs))
         if self.max_in_flight is not None:
             object.__setattr__(self, "max_in_flight", tuple(self.max_in_flight))
         problems = _problems(self)
@@ -82,6 +85,15 @@ class PipelineCosts:
         return max(self.device_of) + 1
 
     @property
+    def link_s(self) -> tuple[float, ...]:
+        """Returns the seconds one transfer takes on an idle line, per boundary."""
+        return tuple(x + y for x, y in zip(self.serialisation_s, self.latency_s))
+
+    def crosses(self, boundary: int) -> bool:
+        """Returns whether stage `boundary` and the next are on different devices."""
+        return self.device_of[boundary] != self.device_of[boundary + 1]
+
+    @property
     def input_s(self) -> tuple[float, ...]:
         """Returns the seconds of the input-gradient half (I) per stage."""
         return tuple(b * (1 - self.weight_share) for b in self.backward_s)
@@ -90,6 +102,17 @@ class PipelineCosts:
     def weight_s(self) -> tuple[float, ...]:
         """Returns the seconds of the weight-gradient half (W) per stage."""
         return tuple(b * self.weight_share for b in self.backward_s)
+
+    @property
+    def placement(self) -> str:
+        """Returns "line", "loop", "vee" or "other": how the stages lie on the devices."""
+        devices = self.num_devices
+        there = tuple(range(devices))
+        if self.device_of == there:
+            return "line"
+        if self.device_of == there * (self.num_stages // devices):
+            return "loop"
+        return "vee" if self.device_of == there + there[::-1] else "other"
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         return tuple(s for s, d in enumerate(self.device_of) if d == device)
@@ -102,6 +125,53 @@ class PipelineCosts:
         return dataclasses.replace(self, **changes)
 
 
+def split_stages(costs: PipelineCosts, chunks: int, layout: str = "loop") -> PipelineCosts:
+    """Returns the costs of the same devices with `chunks` equal stages on each.
+
+        loop, 2 chunks, 3 devices:   0 1 2 | 3 4 5      stage 3 is back on device 0
+        vee, 2 chunks, 3 devices:    0 1 2 | 5 4 3      stage 3 follows stage 2 on device 2
+
+    A boundary between neighbours costs what it cost before (the activation is as large). In a loop,
+    the way from the last device back to the first is priced as one line of its own, with the sum of
+    all latencies and the slowest serialisation, since it passes all links. In a vee that way does
+    not exist. `max_in_flight` counts activations of a chunk from here on, `chunks` times as many.
+
+    Args:
+      costs: one stage per device.
+      chunks: stages per device.
+      layout: "loop" or "vee" (2 chunks).
+
+    Raises:
+      PlanError: there is more than one stage on a device already, or the layout does not fit.
+    """
+    devices = costs.num_stages
+    if costs.device_of != tuple(range(devices)):
+        raise PlanError("only a pipeline with one stage per device, in order, can be split in chunks")
+    if chunks < 1 or layout not in ("loop", "vee") or (layout == "vee" and chunks != 2):
+        raise PlanError(f"{chunks} chunks in a {layout}: give at least 1 in a loop, exactly 2 in a vee")
+    if chunks == 1:
+        return costs
+    there = list(range(devices))
+    device_of = there * chunks if layout == "loop" else there + there[::-1]
+    latency, serialisation = [], []
+    for a, b in zip(device_of, device_of[1:]):
+        if abs(a - b) == 1:
+            latency.append(costs.latency_s[min(a, b)])
+            serialisation.append(costs.serialisation_s[min(a, b)])
+        else:
+            latency.append(0.0 if a == b else sum(costs.latency_s))
+            serialisation.append(0.0 if a == b else max(costs.serialisation_s))
+
+    def share(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(values[d] / chunks for d in device_of)
+
+    caps = costs.max_in_flight
+    return PipelineCosts(
+        share(costs.forward_s), share(costs.backward_s), costs.num_microbatches, tuple(latency),
+        tuple(serialisation), None if caps is None else tuple(k * chunks for k in caps),
+        costs.weight_share, tuple(device_of), sync_s=share(costs.sync_s), update_s=share(costs.update_s))
+
+
 def _problems(costs: PipelineCosts) -> list[str]:
     """Returns every reason why these numbers make no pipeline."""
     out = []
@@ -110,7 +180,7 @@ def _problems(costs: PipelineCosts) -> list[str]:
         return ["forward_s is empty; give one number per stage"]
     for name, expected in (
         ("backward_s", stages), ("sync_s", stages), ("update_s", stages), ("device_of", stages),
-        ("latency_s", stages - 1), ("serialisation_s", stages - 1), ("uplinks", stages - 1),
+        ("latency_s", stages - 1), ("serialisation_s", stages - 1), ("lines", stages - 1),
     ):
         if len(getattr(costs, name)) != expected:
             what = "stage" if expected == stages else "boundary between stages"

@@ -1,4 +1,4 @@
-"""GPipe and 1F1B: the two plain schedules, which ignore what a link costs.
+"""GPipe, 1F1B and eager 1F1B: the plain schedules, which ignore what a link costs.
 
 Three stages, four microbatches, backward twice as long as forward, no link time; a digit is a forward,
 the same digit twice in brackets its backward:
@@ -60,3 +60,14 @@ def stage_list(stage: int, warmup: int, num_microbatches: int) -> tuple[Task, ..
         if warmup + i < num_microbatches:
             tasks.append(Task("F", stage, warmup + i))
     return tuple(tasks)
+
+
+def eager_1f1b(costs: PipelineCosts) -> TaskLists:
+    """Returns eager 1F1B: 2 (stages - s) - 1 warm-ups, which is one virtual stage on every link.
+
+    Three stages and a link as long as a forward: stage 0 has 5 microbatches under way instead of 3, so
+    that their way there and back is hidden. It spends that memory on every link, slow or not, and no
+    more on a slower one.
+    """
+    stages = costs.num_stages
+    return warmup_lists(costs, tuple(2 * (stages - s) - 1 for s in range(stages)))

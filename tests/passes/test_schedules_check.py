@@ -1,7 +1,7 @@
 """The proof before running: what it accepts, and what it says about each way to be wrong."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetjax.ir.errors import PlanError, VerifyError
@@ -40,6 +40,7 @@ def test_gpipe_holds_everything():
     assert check_schedule(schedule("gpipe", costs(3, 4)), 4) == (4, 4, 4)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20))
 def test_every_plain_schedule_passes(stages, microbatches):
     for name, peak in (("gpipe", lambda s: microbatches), ("1f1b", lambda s: min(microbatches, stages - s))):

@@ -1,0 +1,193 @@
+"""What no order of tasks can beat: lower bounds on the makespan of a pipeline step, with their proofs.
+
+Notation: stage s, M microbatches, c = serialisation + latency of a link one way, B the whole backward
+(the input gradient I where backwards are split), k_s the most activations stage s may hold. Microbatches
+go through every stage in ascending order, forwards and backwards (`check_schedule` demands it).
+
+Head and tail. Nothing starts on stage s before head_s = sum_{u<s} (F_u + c_u). After the last backward
+of s, tail_s = B_{s-1} + c_{s-1} + tail_{s-1} must still follow, and not less than sync_s + update_s.
+
+Chain. One microbatch goes all the way: head_s + F_s + 2c_s + ... + B_s + tail_s.
+
+Stage. A device does all its work between the earliest head and the least tail of its stages. Line: the
+same for everything that is serialised on it.
+
+Window. Let f_s(n) be the least time from the start of F_s(i) to the end of B_s(i+n-1), for n successive
+microbatches, with all of them going through s and everything behind it. Then
+
+  f_s(n) >= n (F_s + B_s)                                                          (work of s itself)
+  f_s(n) >= j F_s + F_s + g_s(x) + B_s + r B_s      for all j + x + r = n, x >= 1
+  g_s(n) >= j ser_s + 2 c_s + f_{s+1}(x) + r ser_s  for all j + x + r = n, x >= 1
+
+The second line: F_s(i+j) starts j F_s after F_s(i) at the earliest; the x microbatches from i+j on take
+g_s(x) from the end of the first one's forward to the arrival of the last one's gradient; and after
+B_s(i+j+x-1) the r backwards that remain take r B_s. g_s is the same for the link, which serialises.
+
+Memory. If s may hold k activations, F_s(i+k) starts after B_s(i) ends (after W_s(i), if split). So let
+P(j) be the least time from the start of F_s(i) to the start of F_s(i+j). Between them there are j forwards
+and the backwards of i, ..., i+j-k, and the microbatches a, ..., i+j-k have gone all the way:
+
+  P(j) >= j F_s + max(0, j-k+1) B_s
+  P(j) >= P(a) + f_s(j-k-a+1)       for a <= j-k
+  P(j) >= P(a) + P(j-a)
+
+Q(r), from the end of B_s(i) to the end of B_s(i+r), is the same with time reversed. Then
+f_s(n) >= P(j) + f_s(x) + Q(r) for all j + x + r = n, x >= 1, which is what replaces j F_s and r B_s above.
+
+The bound is max_s head_s + f_s(M) + tail_s. It is never above the true optimum: the tests compare it with
+exhaustive search over all orders of small pipelines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hetjax.passes.schedules.costs import PipelineCosts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """Lower bounds on the makespan in seconds; each holds by itself, `lower_s` is the largest.
+
+    Attributes:
+      chain_s: one microbatch all the way.
+      stage_s: the busiest device.
+      link_s: the busiest line.
+      window_s: the recursion above, without memory limits.
+      memory_s: the recursion with the limits of the costs; equal to window_s where there are none.
+      sync_s: the bounds above without synchronisation and optimizer cost this much less, at most.
+      lower_s: the largest.
+    """
+
+    chain_s: float
+    stage_s: float
+    link_s: float
+    window_s: float
+    memory_s: float
+    sync_s: float
+    lower_s: float
+
+
+def lower_bound(costs: PipelineCosts, *, split: bool = False) -> Bounds:
+    """Returns what no order of this placement's tasks can beat.
+
+    Args:
+      costs: the pipeline. Synchronisation and update count when they are not zero.
+      split: whether backwards may be run as I and W, which frees the upstream stages earlier.
+    """
+    plain = costs.replace(sync_s=(), update_s=()) if any(costs.sync_s) or any(costs.update_s) else costs
+    without = max(_all(plain, split))
+    chain, stage, link, window, memory = _all(costs, split)
+    lower = max(chain, stage, link, window, memory)
+    return Bounds(chain, stage, link, window, memory, lower - without, lower)
+
+
+def _all(costs: PipelineCosts, split: bool) -> tuple[float, float, float, float, float]:
+    stages, m = costs.num_stages, costs.num_microbatches
+    fwd, link = costs.forward_s, _link_s(costs)
+    bwd = costs.input_s if split else costs.backward_s
+    weight = costs.weight_s if split else (0.0,) * stages
+    head, tail = [0.0] * stages, [0.0] * stages
+    for s in range(stages):
+        # After its last backward a stage owes the weight gradient of that microbatch, sync and update.
+        own = weight[s] + costs.sync_s[s] + costs.update_s[s]
+        if s:
+            head[s] = head[s - 1] + fwd[s - 1] + link[s - 1]
+            own = max(own, link[s - 1] + bwd[s - 1] + tail[s - 1])
+        tail[s] = own
+    chain = head[-1] + fwd[-1] + bwd[-1] + tail[-1]
+    stage = 0.0
+    for d in range(costs.num_devices):
+        here = costs.stages_of(d)
+        work = sum(m * (fwd[s] + bwd[s]) for s in here)
+        whole = work + sum(m * weight[s] + costs.update_s[s] for s in here)
+        stage = max(stage, head[here[0]] + max(work + min(tail[s] for s in here), whole))
+    window = _recursion(costs, fwd, bwd, weight, None, head, tail)
+    memory = window
+    if costs.max_in_flight is not None:
+        memory = _recursion(costs, fwd, bwd, weight, costs.max_in_flight, head, tail)
+    return chain, stage, _lines(costs, fwd, bwd, head, tail), window, memory
+
+
+def _link_s(costs: PipelineCosts) -> tuple[float, ...]:
+    return tuple(c if costs.crosses(b) else 0.0 for b, c in enumerate(costs.link_s))
+
+
+def _lines(costs: PipelineCosts, fwd, bwd, head, tail) -> float:
+    """Returns the bound of the busiest line: what comes before, all it carries, what must follow."""
+    m, stages = costs.num_microbatches, costs.num_stages
+    link = _link_s(costs)
+    # There and back from the arrival at stage s, for one microbatch.
+    inner = [0.0] * (stages + 1)
+    for s in reversed(range(stages)):
+        inner[s] = fwd[s] + bwd[s] + (2 * link[s] + inner[s + 1] if s < stages - 1 else 0.0)
+    users: dict[str, list[tuple[float, float, float]]] = {}
+    for b, (there, back) in enumerate(costs.lines):
+        if not costs.crosses(b):
+            continue
+        ser, lat = costs.serialisation_s[b], costs.latency_s[b]
+        start = head[b] + fwd[b]
+        end = bwd[b] + tail[b]
+        users.setdefault(there, []).append((start, m * ser, lat + inner[b + 1] + ser + lat + end))
+        users.setdefault(back, []).append((start + ser + lat + inner[b + 1], m * ser, lat + end))
+    return max((
+        min(u[0] for u in found) + sum(u[1] for u in found) + min(u[2] for u in found)
+        for found in users.values()), default=0.0)
+
+
+def _between(before: list[float], inner: list[float], after: list[float]) -> list[float]:
+    """Returns, for n from 0 on, the largest before[j] + inner[x] + after[r] with j + x + r = n, x >= 1."""
+    size = len(inner)
+    first = [0.0] * size
+    for n in range(1, size):
+        first[n] = max(before[j] + inner[n - j] for j in range(n))
+    out = [0.0] * size
+    for n in range(1, size):
+        out[n] = max(first[n - r] + after[r] for r in range(n))
+    return out
+
+
+def _recursion(costs: PipelineCosts, fwd, bwd, weight, limits, head, tail) -> float:
+    """Returns max_s head_s + f_s(M) + tail_s of the module's recursion."""
+    m, stages = costs.num_microbatches, costs.num_stages
+    best, f = 0.0, [0.0] * (m + 1)
+    for s in reversed(range(stages)):
+        forwards = [fwd[s] * n for n in range(m + 1)]
+        backwards = [bwd[s] * n for n in range(m + 1)]
+        own = [n * (fwd[s] + bwd[s]) for n in range(m + 1)]
+        if s == stages - 1:
+            f = own
+        else:
+            g = f
+            crossing = 0.0
+            if costs.crosses(s):
+                ser = costs.serialisation_s[s]
+                carried = [ser * n for n in range(m + 1)]
+                g = _between(carried, f, carried)
+                crossing = 2 * costs.link_s[s]
+            inner = [0.0] + [g[n] + crossing + fwd[s] + bwd[s] for n in range(1, m + 1)]
+            f = [max(a, b) for a, b in zip(own, _between(forwards, inner, backwards))]
+        k = m if limits is None else limits[costs.device_of[s]]
+        if k < m:
+            f = _within_memory(f, fwd[s], bwd[s], weight[s], k)
+        best = max(best, head[s] + f[m] + tail[s])
+    return best
+
+
+def _within_memory(f: list[float], fwd: float, bwd: float, weight: float, k: int) -> list[float]:
+    """Returns the window f of a stage that may hold k activations."""
+    size = len(f)
+    starts, ends = [0.0] * size, [0.0] * size  # P and Q
+    for j in range(1, size):
+        back = max(0, j - k + 1)
+        p = j * fwd + back * (bwd + weight)
+        q = j * bwd + back * fwd + back * weight
+        for a in range(back):
+            gone = f[j - k - a + 1] + weight
+            p = max(p, starts[a] + gone)
+            q = max(q, ends[a] + gone)
+        for a in range(1, j // 2 + 1):
+            p = max(p, starts[a] + starts[j - a])
+            q = max(q, ends[a] + ends[j - a])
+        starts[j], ends[j] = p, q
+    return _between(starts, f, ends)
