@@ -51,7 +51,7 @@ def encode_param(name: str, value: Any, import_graph: ImportGraph) -> Any:
             return Symbol(f"{type(value).__name__}.{value.name}")
         if value is None or type(value) in (bool, int, str):
             return value
-        if type(value) in (float, complex) or isinstance(value, np.generic):
+        if isinstance(value, (int, float, complex, np.generic)):
             return _scalar(value)
         if type(value) in (tuple, list):
             return tuple(encode(v, f"{name}.{i}") for i, v in enumerate(value))
@@ -86,9 +86,15 @@ def _encode_whole(kind: str, value: Any) -> Any:
 
 def _scalar(value: Any) -> Any:
     item = value.item() if isinstance(value, np.generic) else value
-    if not isinstance(item, (bool, int, float, complex, str)):
-        item = float(item)  # a bfloat16 item is still an ml_dtypes scalar
-    return math.nan if isinstance(item, float) and math.isnan(item) else item
+    if isinstance(item, (bool, str)):
+        return item
+    # JAX's typed scalars are subclasses of int and float; plain ones compare and print the same everywhere.
+    if isinstance(item, int):
+        return int(item)
+    if isinstance(item, complex):
+        return complex(item)
+    item = float(item)  # a bfloat16 item is still an ml_dtypes scalar
+    return math.nan if math.isnan(item) else item
 
 
 def _dtype_name(value: Any) -> str | None:
