@@ -14,10 +14,15 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Cluster": "hetjax.ir.cluster",
     "Plan": "hetjax.ir.plan",
+    "average_params": "hetjax.optim._slamb",
     "gather": "hetjax.frontend.placement",
     "init": "hetjax.frontend.placement",
     "parallelize": "hetjax.frontend.decorator",
     "place": "hetjax.frontend.placement",
+    "scale_by_slamb": "hetjax.optim._slamb",
+    "slamb": "hetjax.optim._slamb",
+    "slamb_average": "hetjax.optim._slamb",
+    "slamb_bytes": "hetjax.optim.exchange_bytes",
 }
 _MODULES = {"errors": "hetjax.ir.errors"}
 
@@ -31,6 +36,11 @@ if TYPE_CHECKING:
     from hetjax.ir import errors as errors
     from hetjax.ir.cluster import Cluster as Cluster
     from hetjax.ir.plan import Plan as Plan
+    from hetjax.optim._slamb import average_params as average_params
+    from hetjax.optim._slamb import scale_by_slamb as scale_by_slamb
+    from hetjax.optim._slamb import slamb as slamb
+    from hetjax.optim._slamb import slamb_average as slamb_average
+    from hetjax.optim.exchange_bytes import slamb_bytes as slamb_bytes
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,604 @@
+"""SLAMB: layer-wise adaptive steps with a tenth of the gradient exchange, as an optax transformation.
+
+The file stands alone (jax and optax only) and follows optax's conventions, `ValueError` included.
+Equation numbers (1) to (9) are those of `docs/slamb.md`.
+"""
+
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+AxisName = Hashable | tuple[Hashable, ...]
+# A number, or stages ((first_step, value), ...): the value holds from that many completed steps on.
+Staged = float | Sequence[tuple[int, float]]
+
+
+class ScaleBySlambState(NamedTuple):
+    """State of `scale_by_slamb`; on N workers mu and nu are N different trees.
+
+    Attributes:
+      count: int32 `[]`, steps taken; a skipped step does not count. Equal on all workers.
+      mu: first moment, float32, shaped like the parameters. Right after a step it is equal on all
+        workers at the coordinates sent in that step, and the worker's own elsewhere.
+      nu: second moment, float32, shaped like the parameters. Local (with `sync_nu`: as `mu`).
+      skipped: int32 `[]`, steps skipped because a gradient was not finite on some worker.
+      sync_due: bool `[]`, whether parameters are to be averaged after the latest step.
+      drift: None, or with `drift_correction` what a worker's own first moment lacked of the mean
+        when each coordinate was last sent; float32, shaped like the parameters.
+    """
+
+    count: jax.Array
+    mu: optax.Updates
+    nu: optax.Updates
+    skipped: jax.Array
+    sync_due: jax.Array
+    drift: optax.Updates | None
+
+
+def scale_by_slamb(
+    axis_name: AxisName | None = None,
+    *,
+    compress_ratio: Staged = 0.1,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    b3: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-6,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    min_ratio: jax.typing.ArrayLike = 0.01,
+    max_ratio: jax.typing.ArrayLike = 1000.0,
+    min_size: int = 9000,
+    sync_every: int | Sequence[tuple[int, int]] = 100,
+    seed: int = 44,
+    comm_dtype: jax.typing.DTypeLike | None = None,
+    finite_vote: bool = True,
+    sync_nu: bool = False,
+    drift_correction: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rescales gradients by SLAMB, exchanging a fraction of the first moment.
+
+    Each worker updates both moments with its own gradient. One all-reduce then replaces a shared
+    :math:`1/C` of the coordinates of the first moment by their mean over workers,
+    :math:`C = \lfloor 1/k \rfloor`; which ones follows from the step count, so no indices travel.
+    The rest of the moment is kept and applied locally (the local error compensation). Trust ratios
+    are taken per leaf over sent and unsent coordinates and mixed by freshness
+    :math:`r = b_3^{age}`. See `slamb` for the arguments, the contract and an example.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`; its updates point uphill,
+      as those of every ``scale_by_*``.
+    """
+    ratios = _stages("compress_ratio", compress_ratio)
+    periods = _stages("sync_every", sync_every)
+    _check_static(ratios, periods, min_size, seed)
+    all_chunks = [int(1.0 / ratio + 1e-9) for _, ratio in ratios]  # as published: 0.3 gives 3
+
+    def init_fn(params: optax.Params) -> Any:
+        _check_floating(params)
+
+        def zeros():
+            return jax.tree.map(lambda p: jnp.zeros_like(p, _accumulator(p)), params)
+
+        return ScaleBySlambState(
+            count=jnp.zeros([], jnp.int32), mu=zeros(), nu=zeros(),
+            skipped=jnp.zeros([], jnp.int32), sync_due=jnp.zeros([], bool),
+            drift=zeros() if drift_correction else None)
+
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
+        del extra_args
+        if params is None:
+            raise ValueError(
+                "slamb needs the parameters: call update(grads, state, params), for trust ratios "
+                "and weight decay are functions of them.")
+        _check_varying(updates, axis_name)
+        step = jnp.asarray(optax.safe_increment(state.count))
+        paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
+        if not paths:  # optax.masked took every leaf away
+            return updates, state._replace(count=step, sync_due=_is_due(step, periods))
+        grads = [g.astype(_accumulator(g)) for _, g in paths]
+        # By path, so that a masked or partitioned tree keeps each leaf's choice of coordinates.
+        leaf_seeds = [
+            zlib.crc32(f"{seed}{jax.tree_util.keystr(path)}".encode()) for path, _ in paths]
+        flat = treedef.flatten_up_to
+        decays = flat(_decay_mask(weight_decay_mask, params))
+        weights = [w.astype(g.dtype) for w, g in zip(flat(params), grads)]
+        old_mu, old_nu = flat(state.mu), flat(state.nu)
+        old_drift: list[Any] = (
+            [None] * len(grads) if state.drift is None else flat(state.drift))
+
+        mu = [b1 * m + (1 - b1) * g for m, g in zip(old_mu, grads)]  # (1), local
+        nu = [b2 * v + (1 - b2) * g * g for v, g in zip(old_nu, grads)]  # (2), local
+        bad = jnp.array(False)
+        if finite_vote:
+            bad = ~_all_finite(grads)
+        num_workers = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+
+        def apply_stage(stage: int):
+            """Returns (updates, mu, nu, drift, ok) with the compress ratio of one stage."""
+            plans = [
+                _LeafPlan(g.shape, all_chunks[: stage + 1] if _is_large(g, min_size) else [1],
+                          [first for first, _ in ratios[: stage + 1]], leaf_seed)
+                for g, leaf_seed in zip(grads, leaf_seeds)]
+            # (3): the sent part of every leaf and the vote, in one vector and one all-reduce.
+            sent = [plan.take(m, step) for plan, m in zip(plans, mu)]
+            sent_nu = [plan.take(v, step) for plan, v in zip(plans, nu)] if sync_nu else []
+            means, any_bad = _mean_over_workers(
+                sent + sent_nu, bad if finite_vote else None, axis_name, comm_dtype)
+            ok = None
+            if any_bad is not None:
+                # The means are the same bits on all workers, so an overflow in comm_dtype is seen
+                # by all alike, like the vote itself.
+                ok = ~any_bad & _all_finite(means)
+            out = []
+            for i, plan in enumerate(plans):
+                mask, age = _placed_like(plan.mask_and_age(step), mu[i])
+                m = jnp.where(mask, _placed_like(plan.spread(means[i]), mu[i]), mu[i])  # (4)
+                v = nu[i]
+                if sync_nu:
+                    mean_v = plan.spread(means[len(plans) + i])
+                    v = jnp.where(mask, _placed_like(mean_v, v), v)
+                drift, direction = old_drift[i], m
+                if drift is not None:
+                    drift = jnp.where(mask, m - mu[i], drift)
+                    direction = jnp.where(mask, m, m + drift)
+                taken = step.astype(m.dtype)
+                unit = (direction / (1 - b1**taken)) / (jnp.sqrt(v / (1 - b2**taken)) + eps)  # (5)
+                if decays[i]:
+                    unit = unit + weight_decay * weights[i]  # inside the norms, as in LAMB
+                scaled = _rescale(
+                    unit, weights[i], mask, age, b3, num_workers, min_ratio, max_ratio)
+                if ok is not None:
+                    scaled = jnp.where(ok, scaled, jnp.zeros_like(scaled))
+                    m, v = jnp.where(ok, m, old_mu[i]), jnp.where(ok, v, old_nu[i])
+                    drift = None if drift is None else jnp.where(ok, drift, old_drift[i])
+                out.append((scaled.astype(paths[i][1].dtype), m, v, drift))
+            by_kind = _as_varying([list(kind) for kind in zip(*out)], axis_name)
+            return *by_kind, jnp.array(True) if ok is None else ok
+
+        if len(ratios) == 1:
+            new_updates, mu, nu, drift, ok = apply_stage(0)
+        else:
+            # The stage depends on the count alone, so all workers take the same branch, and only
+            # that branch's all-reduce runs.
+            later = jnp.array([first for first, _ in ratios[1:]], jnp.int32)
+            new_updates, mu, nu, drift, ok = jax.lax.switch(
+                jnp.sum(state.count >= later),
+                [functools.partial(apply_stage, stage) for stage in range(len(ratios))])
+        tree = treedef.unflatten
+        return tree(new_updates), ScaleBySlambState(
+            count=jnp.where(ok, step, state.count), mu=tree(mu), nu=tree(nu),
+            skipped=jnp.where(ok, state.skipped, optax.safe_increment(state.skipped)),
+            sync_due=ok & _is_due(step, periods),
+            drift=None if state.drift is None else tree(drift))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def slamb(
+    learning_rate: optax.ScalarOrSchedule,
+    axis_name: AxisName | None = None,
+    *,
+    compress_ratio: Staged = 0.1,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    b3: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-6,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    min_ratio: jax.typing.ArrayLike = 0.01,
+    max_ratio: jax.typing.ArrayLike = 1000.0,
+    min_size: int = 9000,
+    sync_every: int | Sequence[tuple[int, int]] = 100,
+    seed: int = 44,
+    comm_dtype: jax.typing.DTypeLike | None = None,
+    finite_vote: bool = True,
+    sync_nu: bool = False,
+    drift_correction: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The SLAMB optimizer: LAMB that sends about a tenth of the bytes.
+
+    With :math:`S_t` the shared set of coordinates sent at step :math:`t`, :math:`N` workers,
+    :math:`\overline{x}` the mean over workers and :math:`a` the steps since a coordinate was last
+    sent, worker :math:`i` computes
+
+    .. math::
+
+      \begin{align*}
+        m &\leftarrow b_1 m + (1-b_1) g_i, \quad v \leftarrow b_2 v + (1-b_2) g_i^2 \\
+        m_{S_t} &\leftarrow \overline{m_{S_t}} \\
+        u &= \hat m / (\sqrt{\hat v} + \epsilon) + \lambda w \\
+        \phi &= \mathrm{clip}(r \|w_S\|/\|u_S\| + (1-r) \|w_{\bar S}\|/\|u_{\bar S}\|), \quad
+          r = b_3^a \\
+        w &\leftarrow w - \eta (r + (1-r)/\sqrt{N}) \, \phi \, u
+      \end{align*}
+
+    Parameters, `mu` and `nu` therefore differ by worker. Every `sync_every` steps the parameters
+    must be averaged, which an additive update cannot do exactly: call `slamb_average` after
+    `apply_updates`, or train through `hetjax.data_parallel_step`.
+
+    On several workers call it where `axis_name` is bound (``jax.shard_map``, ``jax.vmap``) with each
+    worker's own gradient, not averaged. Under ``shard_map`` the gradient of a replicated parameter
+    arrives already summed over workers, with a dense all-reduce; this is detected and refused.
+
+    A step on which any worker's gradient (or the exchanged mean, say by overflow of `comm_dtype`) is
+    not finite is skipped on all workers: updates are zero, moments and `count` stay, `skipped` grows
+    by one. A learning-rate schedule counts calls, skipped steps included.
+
+    Args:
+      learning_rate: a number or a schedule, see :func:`optax.scale_by_learning_rate`.
+      axis_name: mapped axis (or axes) over which workers exchange; None for one worker.
+      compress_ratio: fraction k of large leaves sent each step, in (0, 1]; :math:`1/k` is rounded
+        down. Or stages ``((0, 0.5), (200, 0.1))``: from step 200 on, 0.1. Static.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      b3: decay of freshness by age; 1 switches the mix of trust ratios and step sizes off.
+      eps: added to the root of the second moment.
+      weight_decay: strength :math:`\lambda` of weight decay.
+      weight_decay_mask: tree of bools like the parameters, or a function from parameters to it;
+        None decays leaves of two and more dimensions, as the published code does.
+      min_ratio: least trust ratio of leaves of two and more dimensions.
+      max_ratio: greatest trust ratio of leaves of two and more dimensions.
+      min_size: leaves with fewer elements, and all of one dimension or none, are sent whole. Static.
+      sync_every: parameters are averaged after steps 1, H+1, 2H+1, …; with 1 after each step, with 0
+        never. Or stages, as for `compress_ratio`. Static.
+      seed: of the shared choice of coordinates; the same on all workers and in all resumed runs.
+        Static.
+      comm_dtype: dtype of the exchanged vector; None for that of the moments (float32).
+      finite_vote: whether to vote on finite gradients; the vote is one more element of the exchanged
+        vector. Without it a NaN on one worker is on all workers within the step. Static.
+      sync_nu: also exchange the second moment at the sent coordinates, for twice the bytes. Not in
+        the published form. Static.
+      drift_correction: apply, at unsent coordinates, the local first moment plus what it lacked of
+        the mean when last sent. No bytes, one more tree of state. Not in the published form. Static.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      ValueError: an argument out of range; static arguments given as arrays; from `init`, parameters
+        that are not floating; from `update`, missing parameters or gradients already summed.
+
+    Examples:
+      >>> import optax
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from hetjax import slamb
+      >>> def f(x): return jnp.sum(x ** 2)  # simple quadratic function
+      >>> solver = slamb(learning_rate=0.003)
+      >>> params = jnp.array([1., 2., 3.])
+      >>> print('Objective function: ', f(params))
+      Objective function:  14.0
+      >>> opt_state = solver.init(params)
+      >>> for _ in range(3):
+      ...  grad = jax.grad(f)(params)
+      ...  updates, opt_state = solver.update(grad, opt_state, params)
+      ...  params = optax.apply_updates(params, updates)
+      ...  print('Objective function: {:.2E}'.format(f(params)))
+      Objective function: 1.39E+01
+      Objective function: 1.38E+01
+      Objective function: 1.38E+01
+
+    References:
+      Xu et al, `SLAMB: Accelerated Large Batch Training with Sparse Communication
+      <https://proceedings.mlr.press/v202/xu23v.html>`_, 2023
+
+      You et al, `Large Batch Optimization for Deep Learning: Training BERT in 76 minutes
+      <https://arxiv.org/abs/1904.00962>`_, 2020
+    """
+    return optax.chain(
+        scale_by_slamb(
+            axis_name, compress_ratio=compress_ratio, b1=b1, b2=b2, b3=b3, eps=eps,
+            weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, min_ratio=min_ratio,
+            max_ratio=max_ratio, min_size=min_size, sync_every=sync_every, seed=seed,
+            comm_dtype=comm_dtype, finite_vote=finite_vote, sync_nu=sync_nu,
+            drift_correction=drift_correction),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def average_params(params: optax.Params, axis_name: AxisName) -> optax.Params:
+    """The mean of the parameters over workers, the same bits on each, by one dense all-reduce.
+
+    (9) of the equations. Moments are not averaged. Adding ``mean - p`` to ``p`` instead would be
+    off by an ulp in about half of all float32 entries, so this is not an optax update.
+
+    Args:
+      params: tree of floating arrays; each worker's own.
+      axis_name: the mapped axis (or axes) of the workers.
+
+    Returns:
+      The averaged tree, in the dtypes given; the mean is taken in float32 at least.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    if not leaves:
+        return params
+    means, _ = _mean_over_workers(
+        [leaf.astype(_accumulator(leaf)).ravel() for leaf in leaves], None, axis_name, None)
+    means = [x.reshape(leaf.shape).astype(leaf.dtype) for x, leaf in zip(means, leaves)]
+    return treedef.unflatten(_as_varying(means, axis_name))
+
+
+def slamb_average(
+    params: optax.Params, opt_state: optax.OptState, axis_name: AxisName | None
+) -> optax.Params:
+    """The parameters, averaged over workers if the step just taken asks for it.
+
+    Args:
+      params: the parameters after `optax.apply_updates`.
+      opt_state: the state `update` returned with those updates; holds a `ScaleBySlambState`, bare or
+        inside chained or wrapped states.
+      axis_name: the mapped axis (or axes) of the workers; None for one worker.
+
+    Returns:
+      A tree like `params`. With nothing due no collective runs, though the compiled program holds it.
+
+    Raises:
+      ValueError: `opt_state` holds no `ScaleBySlambState`.
+    """
+    due = [state.sync_due for state in slamb_states(opt_state)]
+    if not due:
+        raise ValueError(
+            "slamb_average: the optimizer state holds no ScaleBySlambState; build the optimizer with "
+            f"hetjax.slamb or scale_by_slamb (got {type(opt_state).__name__}).")
+    if axis_name is None:
+        return params
+    params = _as_varying(params, axis_name)
+    return jax.lax.cond(
+        jnp.any(jnp.stack(due)), lambda p: average_params(p, axis_name), lambda p: p, params)
+
+
+def slamb_states(tree: Any) -> list[ScaleBySlambState]:
+    """All `ScaleBySlambState` found in a tree, outermost first."""
+    def is_state(node):
+        return isinstance(node, ScaleBySlambState)
+
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
+
+
+# ---- which coordinates are sent ----------------------------------------------------------------
+
+
+class _LeafPlan:
+    """Which coordinates of one leaf travel at which step; no state, no indices on the wire.
+
+    The flat leaf of n elements is read as `[C, rows]`, rows = ceil(n / C), the tail padded. Row r has
+    a fixed random offset o_r and sends coordinate (t + o_r) mod C of its C at step t: each coordinate
+    exactly once in any C steps, and each leaf 1/C of itself in each step. (The published code cuts
+    one permutation of all parameters into C pieces; this keeps its bounded age and needs no
+    permutation in memory.)
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], chunks: list[int], firsts: list[int], leaf_seed: int
+    ):
+        self.shape, self.chunks, self.firsts, self.leaf_seed = shape, chunks, firsts, leaf_seed
+        self.size = 1
+        for dim in shape:
+            self.size *= dim
+        self.rows = -(-self.size // chunks[-1])
+
+    def _sent_column(self, chunks: int, step: jax.Array) -> jax.Array:
+        """`int32[rows]`: which of its coordinates each row sends at a step."""
+        rows = -(-self.size // chunks)
+        # The finalizer of MurmurHash3 (Appleby, public domain): well mixed, the same everywhere, and
+        # computed where it is used, so that no table of d / C numbers sits in the program.
+        x = jax.lax.iota(jnp.uint32, rows) * jnp.uint32(0x9E3779B9) + jnp.asarray(self.leaf_seed, jnp.uint32)
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        offset = ((x ^ (x >> 16)) % jnp.uint32(chunks)).astype(jnp.int32)
+        return (step + offset) % chunks
+
+    def _shaped(self, table: jax.Array) -> jax.Array:
+        return table.reshape(-1)[: self.size].reshape(self.shape)
+
+    def take(self, x: jax.Array, step: jax.Array) -> jax.Array:
+        """`[rows]`: the elements of a leaf that are sent at a step."""
+        chunks = self.chunks[-1]
+        x = _placed_like(x, None)
+        if chunks == 1:
+            return x.ravel()
+        table = jnp.pad(x.ravel(), (0, self.rows * chunks - self.size)).reshape(chunks, self.rows)
+        # One pass over the leaf in the order of memory; a gather would be slower.
+        column = self._sent_column(chunks, step)
+        sent = column == jax.lax.broadcasted_iota(jnp.int32, table.shape, 0)
+        return jnp.sum(jnp.where(sent, table, jnp.zeros_like(table)), axis=0)
+
+    def spread(self, sent: jax.Array) -> jax.Array:
+        """Shaped like the leaf: each element the value its row sent."""
+        return self._shaped(jnp.broadcast_to(sent, (self.chunks[-1], self.rows)))
+
+    def mask_and_age(self, step: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Shaped like the leaf: sent at this step, and steps since last sent (None: all are 0).
+
+        The age is min((t + o - c) mod C, t) with one ratio; over stages of several ratios, t less the
+        last step at which the layout of any stage sent the coordinate.
+        """
+        if self.chunks[-1] == 1:
+            return jnp.ones(self.shape, bool), None
+        last = jnp.zeros((), jnp.int32)
+        for i, (chunks, first) in enumerate(zip(self.chunks, self.firsts)):
+            end = step if i == len(self.chunks) - 1 else jnp.asarray(self.firsts[i + 1], jnp.int32)
+            column = self._sent_column(chunks, end)
+            row_of = jax.lax.broadcasted_iota(jnp.int32, (chunks, column.size), 0)
+            candidate = self._shaped(end - (column - row_of) % chunks)
+            last = jnp.where(candidate > first, candidate, last)
+        age = step - last
+        return age == 0, age
+
+
+def _rescale(unit, weight, mask, age, b3, num_workers, min_ratio, max_ratio):
+    """Scales a leaf's direction by its trust ratios and step factor: (6), (7) and (8)."""
+    if unit.ndim <= 1:
+        return _trust_ratio(jnp.sum(weight**2), jnp.sum(unit**2)) * unit  # plain LAMB, no clamp
+    if age is None:  # sent whole: r = 1 everywhere
+        ratio = _trust_ratio(jnp.sum(weight**2), jnp.sum(unit**2))
+        return jnp.clip(ratio, min_ratio, max_ratio) * unit
+    ratio_sent, ratio_unsent = (  # (6)
+        _trust_ratio(jnp.sum(jnp.where(part, weight**2, 0)), jnp.sum(jnp.where(part, unit**2, 0)))
+        for part in (mask, ~mask))
+    freshness = jnp.asarray(b3, unit.dtype) ** age.astype(unit.dtype)
+    ratio = freshness * ratio_sent + (1 - freshness) * ratio_unsent
+    ratio = jnp.clip(ratio, min_ratio, max_ratio)  # (7)
+    # (8): from the step of the global batch to that of one worker's, by the square-root rule.
+    return (freshness + (1 - freshness) / num_workers**0.5) * ratio * unit
+
+
+def _trust_ratio(weight_sq: jax.Array, unit_sq: jax.Array) -> jax.Array:
+    """||w|| / ||u||, and 1 when either is zero: a zero-initialised leaf must be able to move."""
+    is_zero = (weight_sq == 0) | (unit_sq == 0)
+    return jnp.where(is_zero, 1.0, jnp.sqrt(weight_sq) / jnp.sqrt(jnp.where(is_zero, 1.0, unit_sq)))
+
+
+# ---- the exchange ------------------------------------------------------------------------------
+
+
+def _mean_over_workers(parts, bad, axis_name, comm_dtype):
+    """Means of flat arrays over workers, and whether any worker votes bad, in one all-reduce."""
+    sizes = [x.size for x in parts]
+    if axis_name is None:
+        return parts, bad
+    flat = jnp.concatenate([x.ravel() for x in parts])
+    dtype = flat.dtype if comm_dtype is None else comm_dtype
+    flat = flat.astype(dtype)
+    if bad is not None:
+        # A sum of zeros is exact in any dtype, and a single one among any number of them is not lost.
+        flat = jnp.concatenate([flat, bad.astype(dtype)[None]])
+    total = jax.lax.psum(flat, axis_name)
+    means, start = [], 0
+    for x, size in zip(parts, sizes):
+        means.append(total[start : start + size].astype(x.dtype) / jax.lax.axis_size(axis_name))
+        start += size
+    return means, None if bad is None else total[start] > 0
+
+
+def _varying(x) -> frozenset:
+    """The manual axes over which shard_map knows a value to vary."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)  # jax 0.10; `vma` before
+    return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
+
+
+def _tracked_axes(axis_name: AxisName | None) -> frozenset:
+    """The axes of `axis_name` whose variation JAX tracks here: shard_map with check_vma, not vmap."""
+    if axis_name is None:
+        return frozenset()
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    return frozenset(name for name in names if name in _varying(jax.lax.axis_index(name)))
+
+
+def _check_varying(grads, axis_name: AxisName | None) -> None:
+    tracked = _tracked_axes(axis_name)
+    summed = [
+        f"  {jax.tree_util.keystr(path)} {g.dtype}{list(g.shape)}"
+        for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]
+        if jax.lax.axis_size(axis_name) > 1 and not tracked <= _varying(g)] if tracked else []
+    if summed:
+        raise ValueError(
+            f"slamb: these gradients are the same on all workers of axis {axis_name!r}, so they were "
+            "already summed, densely: under shard_map the gradient of a replicated parameter is. "
+            "Nothing would be saved and means would be wrong.\n" + "\n".join(summed) + "\n"
+            "Differentiate parameters that vary by worker: pass them with a leading worker axis (see "
+            f"hetjax.data_parallel_step), or jax.lax.pcast(params, {axis_name!r}, to='varying').")
+
+
+def _as_varying(tree, axis_name: AxisName | None):
+    """The tree, typed as varying over the axis, so that all branches and steps have one type."""
+    tracked = _tracked_axes(axis_name)
+
+    def cast(x):
+        missing = tuple(tracked - _varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _placed_like(tree, leaf: jax.Array | None):
+    """The tree resharded as `leaf` (None: whole on each device), under a mesh of explicit axes."""
+    def place(x):
+        have = jax.typeof(x).sharding
+        if not any(axis is not None for axis in have.spec) and leaf is None:
+            return x
+        want = jax.sharding.PartitionSpec() if leaf is None else jax.typeof(leaf).sharding
+        return x if leaf is not None and want == have else jax.sharding.reshard(x, want)
+
+    return jax.tree.map(place, tree)
+
+
+def _all_finite(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))
+
+
+# ---- arguments ---------------------------------------------------------------------------------
+
+
+def _accumulator(x: jax.Array):
+    """float32, or float64 for float64: 0.999 rounds to 1 in bfloat16."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _is_large(x: jax.Array, min_size: int) -> bool:
+    return x.ndim > 1 and x.size >= min_size
+
+
+def _decay_mask(mask, params):
+    if mask is None:
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+    return mask(params) if callable(mask) else mask
+
+
+def _is_due(step: jax.Array, periods) -> jax.Array:
+    """Whether parameters are averaged after step `step` (1, 2, …)."""
+    due = jnp.array(False)
+    for first, every in periods:
+        # t mod 1 is never 1, so a period of one needs its own case.
+        now = jnp.array(every == 1) if every < 2 else step % every == 1
+        due = jnp.where(step > first, now, due)
+    return due
+
+
+def _stages(name: str, value) -> tuple[tuple[int, Any], ...]:
+    """A number or stages as ((0, value), (first_step, value), ...)."""
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"slamb: {name} sets shapes or program structure and must be a Python number or stages, "
+            f"got an array. Under optax.inject_hyperparams name it in static_args, together with "
+            "min_size, sync_every, seed, compress_ratio.")
+    stages = ((0, value),) if isinstance(value, (int, float)) else tuple(map(tuple, value))
+    firsts = [first for first, _ in stages]
+    if not stages or firsts[0] != 0 or any(a >= b for a, b in itertools.pairwise(firsts)):
+        raise ValueError(
+            f"slamb: the stages of {name} must start at step 0 and ascend, as in "
+            f"((0, {stages[0][1] if stages else 0.5}), (200, …)); got {value!r}.")
+    return stages
+
+
+def _check_static(ratios, periods, min_size, seed) -> None:
+    problems = [
+        f"compress_ratio must lie in (0, 1], got {ratio!r}"
+        for _, ratio in ratios if not 0 < ratio <= 1]
+    problems += [
+        f"sync_every must be a whole number of steps, 0 for never, got {every!r}"
+        for _, every in periods if not isinstance(every, int) or every < 0]
+    problems += [
+        f"{name} must be a Python int (name it in static_args of optax.inject_hyperparams), "
+        f"got {value!r}"
+        for name, value in (("min_size", min_size), ("seed", seed)) if not isinstance(value, int)]
+    if problems:
+        raise ValueError("slamb: " + "; ".join(problems) + ".")
+
+
+def _check_floating(params) -> None:
+    wrong = [
+        f"  {jax.tree_util.keystr(path)} {p.dtype}{list(p.shape)}"
+        for path, p in jax.tree_util.tree_flatten_with_path(params)[0]
+        if not jnp.issubdtype(p.dtype, jnp.floating)]
+    if wrong:
+        raise ValueError(
+            "slamb: parameters must be floating:\n" + "\n".join(wrong) + "\n"
+            "Leave the others out with optax.masked or optax.partition.")
