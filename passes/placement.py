@@ -144,7 +144,7 @@ def _forward_demand(
 
 def place(
     graph: Graph, micro: Microbatching, num_stages: int, cuts: Sequence[int] = (),
-    homes: Mapping[Ref, int] | None = None,
+    homes: Mapping[Ref, int] | None = None, block_stages: Mapping[str, int] | None = None,
 ) -> Placement:
     """Returns where every op runs.
 
@@ -155,12 +155,14 @@ def place(
       cuts: positions in `graph.ops` of the first forward op of stages 1, 2, …, ascending.
       homes: stages that already keep state leaves, by ref; with them the forward follows the data
         instead of the cuts (for functions that run on the plan of another).
+      block_stages: with `homes`, the stages of modules that lie in one stage, by module path.
     """
     if num_stages == 1 and micro.num_microbatches == 1:
         return _one_fragment(graph)
     kinds = classify(graph, micro)
-    kinds = _defer_shared_sums(graph, micro, kinds, num_stages, cuts, homes)
-    stage, found_homes = _micro_stages(graph, kinds, num_stages, cuts, homes)
+    at_blocks = block_stages or {}
+    kinds = _defer_shared_sums(graph, micro, kinds, num_stages, cuts, homes, at_blocks)
+    stage, found_homes = _micro_stages(graph, kinds, num_stages, cuts, homes, at_blocks)
     stages = _update_stages(graph, kinds, stage, found_homes, num_stages)
     orders = _orders(graph, kinds, stages)
     for argument in graph.inputs:
@@ -177,7 +179,7 @@ def _one_fragment(graph: Graph) -> Placement:
 
 def _micro_stages(
     graph: Graph, kinds: Sequence[str], num_stages: int, cuts: Sequence[int],
-    homes: Mapping[Ref, int] | None,
+    homes: Mapping[Ref, int] | None, block_stages: Mapping[str, int],
 ) -> tuple[list[int], dict[Ref, int]]:
     rounds = _rounds(graph, kinds)
     stage = [-1] * len(graph.ops)
@@ -188,7 +190,7 @@ def _micro_stages(
         _keep_forward_monotone(graph, kinds, stage)
         demand = _forward_demand(graph, kinds, stage)
         homes = {a.ref: min(demand[a.ref]) for a in graph.inputs if demand.get(a.ref) and min(demand[a.ref]) >= 0}
-    _follow_data(graph, kinds, rounds, stage, homes)
+    _follow_data(graph, kinds, stage, homes, block_stages)
     demand = _forward_demand(graph, kinds, stage)
     _place_backward(graph, kinds, stage, num_stages, demand)
     _sink_backward(graph, kinds, stage, demand, homes)
@@ -205,15 +207,15 @@ def _keep_forward_monotone(graph: Graph, kinds: Sequence[str], stage: list[int])
 
 
 def _follow_data(
-    graph: Graph, kinds: Sequence[str], rounds: Sequence[int], stage: list[int],
-    homes: Mapping[Ref, int],
+    graph: Graph, kinds: Sequence[str], stage: list[int], homes: Mapping[Ref, int],
+    block_stages: Mapping[str, int],
 ) -> None:
-    """Gives forward ops without a stage the latest stage of what they read."""
+    """Gives forward ops without a stage that of their module, or the latest of what they read."""
     at: dict[Ref, int] = dict(homes)
     for i, op in enumerate(graph.ops):
         known = [at[r] for r in op.refs if r in at]
         if kinds[i] == FORWARD and stage[i] < 0:
-            stage[i] = max(known, default=0)
+            stage[i] = max([*known, block_stages.get(op.block, 0)])
         if kinds[i] == FORWARD:
             at.update((r, stage[i]) for r in op.outputs)
         elif kinds[i] == ONCE and known:
@@ -301,7 +303,7 @@ def _sink_backward(
 
 def _defer_shared_sums(
     graph: Graph, micro: Microbatching, kinds: list[str], num_stages: int, cuts: Sequence[int],
-    homes: Mapping[Ref, int] | None,
+    homes: Mapping[Ref, int] | None, block_stages: Mapping[str, int],
 ) -> list[str]:
     """Moves sums of one parameter's gradients from several stages behind the accumulation.
 
@@ -309,7 +311,7 @@ def _defer_shared_sums(
     one of them would cross every time. Both are batch sums, so they are accumulated where they are
     made and added once.
     """
-    stage, _ = _micro_stages(graph, kinds, num_stages, cuts, homes)
+    stage, _ = _micro_stages(graph, kinds, num_stages, cuts, homes, block_stages)
     defined, readers = definitions(graph), users(graph)
     out = list(kinds)
     returned = {r.atom for r in graph.outputs if isinstance(r.atom, int)}

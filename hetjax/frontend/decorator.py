@@ -155,12 +155,16 @@ class ParallelFunction:
     def _entry(self, key: Any, leaves: Sequence[Any], structure: Any) -> Entry:
         if key in self._entries:
             return self._entries[key]
+        known_state = None
+        if self._like is not None:
+            from hetjax.frontend.following import follow_bundle, state_leaves
+
+            known_state = functools.partial(state_leaves, self._like)
         traced = trace_call(
-            self.plain, structure, leaves, name=self._name(), batch_argnums=self._batch_argnums
+            self.plain, structure, leaves, name=self._name(), batch_argnums=self._batch_argnums,
+            known_state=known_state,
         )
         if self._like is not None:
-            from hetjax.frontend.following import follow_bundle
-
             bundle = follow_bundle(traced, self._like)
         else:
             if not any(r.updates is not None for r in traced.graph.outputs):

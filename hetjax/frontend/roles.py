@@ -108,18 +108,47 @@ def find_arguments(
         eligible = [i for key, _, span in spans if key in batch_argnums for i in span]
     else:
         eligible = [i for _, _, span in spans for i in span]
-    eligible = [i for i in eligible if i not in state and avals[i].ndim and not avals[i].dtype.startswith("key")]
-    sizes = collections.Counter(avals[i].shape[0] for i in eligible)
-    size = max(sizes, key=lambda n: (sizes[n], n), default=0)
+    size, carriers = _batch_leaves(spans, eligible, avals, state)
     out = []
     for i, path in enumerate(paths):
         if i in state:
             out.append(Argument(i, path, "state"))
-        elif i in eligible and avals[i].shape[0] == size and size > 1:
+        elif i in carriers and size > 1:
             out.append(Argument(i, path, "batch", 0))
         else:
             out.append(Argument(i, path, "input"))
     return out
+
+
+def _batch_leaves(
+    spans: Sequence[tuple[int | str, Any, list[int]]], eligible: Sequence[int],
+    avals: Sequence[Aval], state: set[int],
+) -> tuple[int, set[int]]:
+    """Returns the batch size and the leaves that carry it.
+
+    The batch is the argument whose arrays agree best on the size of axis 0 (parameters passed beside
+    it, a frozen teacher's say, do not agree); other arguments carry it where all their arrays have it.
+    """
+    allowed = set(eligible)
+    rated: list[tuple[float, int, int, list[int]]] = []  # agreement, leaves, size, leaves of that size
+    for _, _, span in spans:
+        arrays = [
+            i for i in span
+            if i in allowed and i not in state and avals[i].ndim and not avals[i].dtype.startswith("key")
+        ]
+        if arrays:
+            sizes = collections.Counter(avals[i].shape[0] for i in arrays)
+            size = max(sizes, key=lambda n: (sizes[n], n))
+            same = [i for i in arrays if avals[i].shape[0] == size]
+            rated.append((len(same) / len(arrays), len(same), size, same))
+    if not rated:
+        return 0, set()
+    _, _, size, carriers = max(rated, key=lambda r: r[:3])
+    out = set(carriers)
+    for agreement, _, other, same in rated:
+        if agreement == 1 and other == size:
+            out.update(same)
+    return size, out
 
 
 def find_results(

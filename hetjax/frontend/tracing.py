@@ -15,7 +15,7 @@ from hetjax.frontend.calls import (
 )
 from hetjax.frontend.roles import find_arguments, find_results, find_updates
 from hetjax.ir import _jax
-from hetjax.ir.graph import Argument, Graph
+from hetjax.ir.graph import Argument, Aval, Graph
 from hetjax.ir.importer import aval_of, import_jaxpr
 
 
@@ -47,6 +47,7 @@ def abstract_leaf(leaf: Any) -> Any:
 def trace_call(
     fn: Callable[..., Any], structure: Structure, leaves: Sequence[Any], *, name: str,
     batch_argnums: Sequence[int] | None = None,
+    known_state: Callable[[Sequence[str], Sequence[Aval]], set[int]] | None = None,
 ) -> Traced:
     """Returns the traced call; neither arguments nor devices are touched.
 
@@ -56,6 +57,7 @@ def trace_call(
       leaves: arrays or structs.
       name: of the graph.
       batch_argnums: which arguments carry the batch, None to find out.
+      known_state: says, from paths and types, which leaves are state although they do not come back.
 
     Raises:
       PlanError: roles cannot be told, or the step changes the structure of an nnx object.
@@ -66,7 +68,8 @@ def trace_call(
     outputs = [aval_of(v.aval) for v in closed.jaxpr.outvars]
     updates = find_updates(structure, returned, inputs, outputs, batch_argnums)
     paths = leaf_paths(structure, parameter_names(fn))
-    arguments = find_arguments(structure, paths, inputs, set(updates.values()), batch_argnums)
+    state = set(updates.values()) | (known_state(paths, inputs) if known_state else set())
+    arguments = find_arguments(structure, paths, inputs, state, batch_argnums)
     results = find_results(structure, returned, paths, updates)
     graph = import_jaxpr(closed, name=name, arguments=arguments, results=results)
 
