@@ -70,7 +70,7 @@ def encode_param(name: str, value: Any, import_graph: ImportGraph) -> Any:
 
 def _encode_whole(kind: str, value: Any) -> Any:
     """The form of a value that has no parts to encode, or None."""
-    if (dtype := _dtype_name(value)) is not None:
+    if (dtype := dtype_name(value)) is not None:
         return Symbol(dtype)
     if kind == "PRNGImpl":
         return Symbol(f"PRNG.{value.name}")
@@ -79,7 +79,7 @@ def _encode_whole(kind: str, value: Any) -> Any:
     if kind in ("Mesh", "AbstractMesh") and value.empty:
         return Symbol(f"{kind}.empty")
     if kind == "ShapedArray":
-        dtype = _dtype_name(value.dtype) or str(value.dtype)
+        dtype = dtype_name(value.dtype) or str(value.dtype)
         return Aval(dtype, tuple(value.shape), bool(value.weak_type))
     return _small_array(kind, value)
 
@@ -97,8 +97,8 @@ def _scalar(value: Any) -> Any:
     return math.nan if math.isnan(item) else item
 
 
-def _dtype_name(value: Any) -> str | None:
-    """The short name of a dtype in any of the shapes JAX holds them, or None."""
+def dtype_name(value: Any) -> str | None:
+    """Returns the short name of a dtype in any of the shapes JAX holds them; None for what is no dtype."""
     if isinstance(value, np.dtype):
         return "float0" if value.names == ("float0",) else short_dtype(value.name)
     if isinstance(value, type):
@@ -144,7 +144,7 @@ def _fields(kind: str, value: Any) -> list[tuple[str, Any]] | None:
 
 def _small_array(kind: str, value: Any) -> Record | None:
     if isinstance(value, np.ndarray) or kind == "ArrayImpl":
-        dtype = _dtype_name(value.dtype)
+        dtype = dtype_name(value.dtype)
         if dtype is None or dtype.startswith("key<") or value.size > MAX_ARRAY_SIZE:
             return None
         flat = np.asarray(value).reshape(-1)
