@@ -208,7 +208,7 @@ class GraphReader(Cursor):
                 while self.peek().startswith("%"):
                     self.definition(types)
                     if self.peek() == "=":
-                        self.fail("'unused' lists values no op defines; an op stands here")
+                        self.fail("'unused' lists values that no op defines, behind the last op; an op stands here")
             elif token and token[0] in "%[(":
                 self.ops(ops, lambda: self.definition(types))
             else:

@@ -113,15 +113,15 @@ def _spec_problems(c: Context, spec: Spec, mesh: StageMesh | None, aval: Aval | 
     if mesh is None or aval is None or spec == ():
         return
     if len(spec) != aval.ndim:
-        yield Found(f"{what} has a spec of {len(spec)} entries for {aval.ndim} dimensions ({aval})")
+        yield Found(f"{what}: its spec has {len(spec)} entries for {aval.ndim} dimensions ({aval})")
         return
     axes = [a for dim in spec for a in dim]
     sizes = dict(mesh.axes)
     unknown = [a for a in axes if a not in sizes]
     for a in unknown:
-        yield Found(f"{what} is split over axis '{a}', which mesh {mesh.name} does not have{nearest(a, sizes)}")
+        yield Found(f"{what}: mesh {mesh.name} has no axis '{a}'{nearest(a, sizes)}")
     for a in _twice(axes):
-        yield Found(f"{what} is split over axis '{a}' twice")
+        yield Found(f"{what}: axis '{a}' splits it twice")
     if unknown:
         return
     for d, (n, parts) in enumerate(zip(aval.shape, mesh.parts(spec))):
@@ -137,10 +137,10 @@ def specs(c: Context) -> Iterator[Found]:
         for what, ports in (("reads", f.inputs), ("gives", f.outputs)):
             for port in ports:
                 aval = c.aval(port.ref, port.form)
-                yield from _spec_problems(c, port.spec, c.mesh(f.stage), aval, f"{c.path(port.ref)}, as {f.name} {what} it,")
+                yield from _spec_problems(c, port.spec, c.mesh(f.stage), aval, f"{f.name} {what} {c.path(port.ref)}")
     for r in c.program.reshards:
-        for what, spec, stage in (("leaves", r.source_spec, r.source), ("arrives in", r.target_spec, r.target)):
-            yield from _spec_problems(c, spec, c.mesh(stage), c.aval(r.ref, r.form), f"%{r.ref}, as it {what} {r.name},")
+        for what, spec, stage in (("takes", r.source_spec, r.source), ("brings", r.target_spec, r.target)):
+            yield from _spec_problems(c, spec, c.mesh(stage), c.aval(r.ref, r.form), f"{r.name} {what} %{r.ref}")
     for feed in c.program.feeds:
         mesh = c.mesh(feed.stage)
         if mesh is not None:

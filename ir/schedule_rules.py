@@ -52,8 +52,8 @@ def tasks_known(c: Context) -> Iterator[Found]:
                     yield Found(f"{where}: there is no fragment of that name")
                 elif fragment.stage != stage:
                     yield Found(f"{where}: that fragment is on stage {fragment.stage}")
-                elif task.kind not in _KINDS_OF_PHASE.get(fragment.phase, ()):
-                    yield Found(f"{where}: a {fragment.phase} fragment is run by {' or '.join(_KINDS_OF_PHASE[fragment.phase])}")
+                elif task.kind not in (kinds := _KINDS_OF_PHASE.get(fragment.phase, ())) and kinds:
+                    yield Found(f"{where}: a {fragment.phase} fragment is run by {' or '.join(kinds)}")
             if task.microbatch is not None and not 0 <= task.microbatch < program.num_microbatches:
                 yield Found(f"{where}: microbatches are 0 to {program.num_microbatches - 1}")
 

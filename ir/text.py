@@ -87,8 +87,8 @@ def print_bundle(bundle: Bundle, *, scopes: bool = True) -> str:
 
 
 def print_op(op: Op, avals: Sequence[Aval]) -> str:
-    """Returns one op on one line, without location; nested graphs are named only."""
-    writer = Writer(locations=False, costs=False, fold=True)
+    """Returns one op on one line for people: no location, no parameter that is None, graphs by name."""
+    writer = Writer(locations=False, costs=False, brief=True)
     types = _Types((r, type_text(avals[r])) for r in op.outputs if r < len(avals))
     writer.op(op, types.__getitem__, "")
     return writer.lines[0]
@@ -141,10 +141,10 @@ class Writer:
 
     def __init__(
         self, *, locations: bool = True, blocks: bool = True, regions: bool = True,
-        costs: bool = True, scopes: bool = False, fold: bool = False,
+        costs: bool = True, scopes: bool = False, brief: bool = False,
     ):
         self.locations, self.blocks, self.regions = locations, blocks, regions
-        self.costs, self.scopes, self.fold = costs, scopes, fold
+        self.costs, self.scopes, self.brief = costs, scopes, brief
         self.lines: list[str] = []
 
     def text(self) -> str:
@@ -203,8 +203,13 @@ class Writer:
         for a in op.inputs:
             parts.append(f" %{a}" if type(a) is int else " " + atom_text(a))
         if op.params:
-            params = [f"{name_text(k)}={self.value(v, indent)}" for k, v in op.params]
-            parts.append(f" {{{', '.join(params)}}}")
+            params = [
+                f"{name_text(k)}={self.value(v, indent)}"
+                for k, v in op.params
+                if v is not None or not self.brief
+            ]
+            if params:
+                parts.append(f" {{{', '.join(params)}}}")
         if self.costs and op.cost is not None:
             parts.append(f" cost({op.cost.flops},{op.cost.read_bytes},{op.cost.written_bytes})")
         if self.locations and op.source:
@@ -237,7 +242,7 @@ class Writer:
         raise TypeError(f"a parameter of type {kind.__name__} has no text; encode_param makes one")
 
     def _nested(self, graph: Graph, indent: str) -> str:
-        if self.fold:
+        if self.brief:
             return f"graph {name_text(graph.name)} {{…}}"
         inner = Writer(
             locations=self.locations, blocks=self.blocks, regions=self.regions, costs=self.costs,

@@ -34,16 +34,30 @@ def _arity(op: Op, ins: list[Aval], outs: list[Aval], n: int) -> str:
     return ""
 
 
+def _broadcast_shape(ins: list[Aval]) -> tuple[int, ...] | None:
+    """The shape of an elementwise result: JAX lets a scalar, or a dimension of 1, stand beside any other."""
+    shape: tuple[int, ...] = ()
+    for a in ins:
+        if a.shape == shape or not a.shape:
+            continue
+        if not shape:
+            shape = a.shape
+        elif len(shape) != len(a.shape) or any(m != n and m != 1 and n != 1 for m, n in zip(shape, a.shape)):
+            return None
+        else:
+            shape = tuple(n if m == 1 else m for m, n in zip(shape, a.shape))
+    return shape
+
+
 def _nary(n: int, result: str = "") -> _Check:
     def check(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
         if problem := _arity(op, ins, outs, n):
             return problem
-        first = ins[0]
-        shape, dtype = outs[0].shape, result or first.dtype
-        for a in ins:
-            # JAX lets a scalar literal stand beside an array.
-            if a.dtype != first.dtype or a.shape and a.shape != shape:
-                return f"{op.primitive} of {_types(ins)} cannot give {outs[0]}"
+        shape, dtype = outs[0].shape, ins[0].dtype
+        same = op.primitive in _MIXED or all(a.dtype == dtype for a in ins)
+        if not same or _broadcast_shape(ins) != shape:
+            return f"{op.primitive} of {_types(ins)} cannot give {outs[0]}"
+        dtype = result or dtype
         if dtype != outs[0].dtype and not (op.primitive in _REAL_OF_COMPLEX or op.param("out_dtype")):
             return f"{op.primitive} of {_types(ins)} gives {dtype}, not {outs[0].dtype}"
         return ""
@@ -147,6 +161,8 @@ def _iota(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
 
 # Primitives whose result is real where the operand is complex.
 _REAL_OF_COMPLEX = frozenset({"abs", "real", "imag"})
+# Primitives whose operands may differ in dtype.
+_MIXED = frozenset({"pow"})
 _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(
         ("add", "sub", "mul", "div", "max", "min", "rem", "pow", "atan2", "and", "or", "xor", "nextafter",
@@ -156,7 +172,7 @@ _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(
         ("neg", "sign", "floor", "ceil", "round", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic",
          "sin", "cos", "tan", "sqrt", "rsqrt", "cbrt", "abs", "not", "erf", "erfc", "erf_inv", "lgamma",
-         "digamma", "square", "integer_pow", "stop_gradient", "copy", "copy_p", "optimization"), _nary(1),
+         "digamma", "square", "integer_pow", "copy"), _nary(1),
     ),
     "is_finite": _nary(1, "bool"),
     "convert_element_type": _convert,

@@ -48,6 +48,7 @@ PASSES: dict[str, str] = {
     "insert-reshards": "hetjax.passes.insert_reshards:InsertReshards",
     "schedule": "hetjax.passes.schedule_tasks:Schedule",
     "plan-donation": "hetjax.passes.plan_donation:PlanDonation",
+    "verify": "hetjax.passes.verify:Verify",
 }
 
 

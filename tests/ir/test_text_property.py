@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetjax.ir.bundle import Bundle
-from hetjax.ir.errors import ClusterError, ParseError, PlanError
+from hetjax.ir.errors import ClusterError, ParseError, PlanError, VerifyError
 from hetjax.ir.graph import (
     REGIONS,
     Argument,
@@ -38,6 +38,7 @@ from hetjax.ir.program import (
     Task,
 )
 from hetjax.ir.text import print_bundle, print_graph, print_program
+from hetjax.ir.verify import verify_graph, verify_program
 
 SMALL = settings(max_examples=60, deadline=None)
 
@@ -297,6 +298,16 @@ def test_any_text_parses_or_raises_our_own_error(text):
             parse(text)
         except (ParseError, ClusterError, PlanError):
             pass
+
+
+@SMALL
+@given(graphs(), programs())
+def test_the_verifier_raises_nothing_but_its_own_error(graph, program):
+    for verify, what in ((verify_graph, graph), (verify_program, program)):
+        try:
+            verify(what)
+        except VerifyError as error:
+            assert error.problems
 
 
 def test_deep_nesting_is_an_error_and_not_a_recursion():
