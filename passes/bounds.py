@@ -122,14 +122,14 @@ def _lines(costs: PipelineCosts, fwd, bwd, head, tail) -> float:
     for s in reversed(range(stages)):
         inner[s] = fwd[s] + bwd[s] + (2 * link[s] + inner[s + 1] if s < stages - 1 else 0.0)
     users: dict[str, list[tuple[float, float, float]]] = {}
-    for b, (there, back) in enumerate(costs.lines):
-        if not costs.crosses(b):
-            continue
+    for b in filter(costs.crosses, range(stages - 1)):
         ser, lat = costs.serialisation_s[b], costs.latency_s[b]
         start = head[b] + fwd[b]
         end = bwd[b] + tail[b]
-        users.setdefault(there, []).append((start, m * ser, lat + inner[b + 1] + ser + lat + end))
-        users.setdefault(back, []).append((start + ser + lat + inner[b + 1], m * ser, lat + end))
+        for name in costs.route(b, 0):
+            users.setdefault(name, []).append((start, m * ser, lat + inner[b + 1] + ser + lat + end))
+        for name in costs.route(b, 1):
+            users.setdefault(name, []).append((start + ser + lat + inner[b + 1], m * ser, lat + end))
     return max((
         min(u[0] for u in found) + sum(u[1] for u in found) + min(u[2] for u in found)
         for found in users.values()), default=0.0)

@@ -8,7 +8,8 @@ What is assumed, and nothing else:
   holds the line for its serialisation, and arrives a latency later; the line is free for the next one
   meanwhile (latency is pipelined). Lines serve in order of posting; ties go to the lower device.
 - A line is one direction of a link (full duplex), or both directions, or an uplink that several
-  boundaries share: whatever bears the same name in `PipelineCosts.lines`.
+  boundaries share: whatever bears the same name in `PipelineCosts.lines`. A transfer may need several
+  lines; it then waits until all are free.
 - Between stages on one device nothing travels.
 - A gradient synchronisation (`sync`) is posted when the task before it in the list ends, uses the
   device's own network and no compute, and the `update` tasks of its stage wait for it.
@@ -39,12 +40,12 @@ class Transfer:
     """What one explicit send of a reshard costs.
 
     Attributes:
-      line: the line it travels on.
-      serialisation_s: seconds it occupies the line.
+      lines: the lines it occupies, all at once.
+      serialisation_s: seconds it occupies them.
       latency_s: seconds until it arrives after that.
     """
 
-    line: str
+    lines: tuple[str, ...]
     serialisation_s: float
     latency_s: float
 
@@ -55,7 +56,7 @@ class Span:
 
     Attributes:
       task: the task; a transfer without a task of its own bears the task that made its value.
-      place: "device 0", "line 0>1" or "network 0".
+      place: "device 0", "line 0>1" ("line a + b" where a transfer occupies several) or "network 0".
       device: whose list it comes from.
       start_s, end_s: when. A transfer starts when it gets the line and ends when it arrives.
       posted_s: when a transfer or synchronisation could first have started; start_s for tasks.
@@ -124,7 +125,7 @@ class _Node:
     task: Task
     device: int
     seconds: float
-    line: str = ""  # "" for a task on its device
+    lines: tuple[str, ...] = ()  # () for a task on its device
     latency_s: float = 0.0
     missing: int = 0
     ready_s: float = 0.0
@@ -139,7 +140,7 @@ def simulate(
     costs: PipelineCosts,
     *,
     transfers: Mapping[str, Transfer] | None = None,
-    prologue_s: Sequence[float] = (),
+    work_s: Mapping[str, float] | None = None,
     activation_bytes: Sequence[float] = (),
     static_bytes: Sequence[float] = (),
 ) -> Timeline:
@@ -150,7 +151,8 @@ def simulate(
         holds them.
       costs: seconds per stage and boundary.
       transfers: what a send costs, by the task's `work`; needed where the lists hold sends.
-      prologue_s: seconds of a prologue task, per stage; nothing when absent.
+      work_s: seconds of tasks by their `work`; tasks it does not name take what `costs` says for
+        their kind and stage (a prologue takes nothing).
       activation_bytes: bytes of one microbatch's activations, per stage.
       static_bytes: bytes that are always there (parameters, optimizer), per device.
 
@@ -161,19 +163,19 @@ def simulate(
     circle = find_deadlock(tasks)
     if circle:
         raise VerifyError(circle)
-    nodes, queues = _build(tasks, costs, transfers or {}, prologue_s)
+    nodes, queues = _build(tasks, costs, transfers or {}, work_s or {})
     posted = _run(nodes, queues)
     return _report(nodes, queues, posted, costs, activation_bytes, static_bytes)
 
 
 def _build(
     tasks: Sequence[Sequence[Task]], costs: PipelineCosts, prices: Mapping[str, Transfer],
-    prologue_s: Sequence[float],
+    work_s: Mapping[str, float],
 ) -> tuple[list[_Node], list[list[int]]]:
     """Returns all nodes and, per device, the compute nodes in order."""
     seconds = {
         "F": costs.forward_s, "B": costs.backward_s, "I": costs.input_s, "W": costs.weight_s,
-        "update": costs.update_s, "prologue": prologue_s or (0.0,) * costs.num_stages,
+        "update": costs.update_s, "prologue": (0.0,) * costs.num_stages,
     }
     nodes: list[_Node] = []
     queues: list[list[int]] = []
@@ -199,7 +201,7 @@ def _build(
         for task in items:
             key = (task.stage, task.microbatch)
             if task.kind in _ON_DEVICE:
-                n = add(_Node(task, device, seconds[task.kind][task.stage]))
+                n = add(_Node(task, device, work_s.get(task.work, seconds[task.kind][task.stage])))
                 at[task.kind, task.stage, task.microbatch] = n
                 queue.append(n)
                 wanted = arrivals.get(key, []) + (arrivals.get((task.stage, None), []) if key[1] is not None else [])
@@ -211,14 +213,14 @@ def _build(
                 arrivals.setdefault(key, []).append((task.work, task.microbatch))
             elif task.kind in ("send", "sync"):
                 if task.kind == "sync":
-                    n = add(_Node(task, device, costs.sync_s[task.stage], f"network {device}"))
+                    n = add(_Node(task, device, costs.sync_s[task.stage], (f"network {device}",)))
                     syncs.setdefault(task.stage, []).append(n)
                 else:
                     price = prices.get(task.work)
                     if price is None:
                         problems.append(f"s{task.stage}/{task}: no cost is given for {task.work!r}")
                         continue
-                    n = add(_Node(task, device, price.serialisation_s, f"line {price.line}", price.latency_s))
+                    n = add(_Node(task, device, price.serialisation_s, price.lines, price.latency_s))
                     sends[task.work, task.microbatch] = n
                 if queue:
                     link(queue[-1], n)
@@ -253,7 +255,7 @@ def _cross_boundaries(nodes, at, costs: PipelineCosts, add, link) -> None:
         if costs.crosses(boundary):
             t = add(_Node(
                 nodes[n].task, nodes[n].device, costs.serialisation_s[boundary],
-                f"line {costs.lines[boundary][way]}", costs.latency_s[boundary]))
+                costs.route(boundary, way), costs.latency_s[boundary]))
             link(n, t)
             link(t, reader)
         else:
@@ -285,7 +287,7 @@ def _run(nodes: list[_Node], queues: list[list[int]]) -> list[int]:
         heapq.heappush(events, (node.end_s, 0, device, n))
 
     for n, node in enumerate(nodes):
-        if node.line and not node.missing:
+        if node.lines and not node.missing:
             ask(n)
     for device in range(len(queues)):
         start_next(device)
@@ -294,9 +296,10 @@ def _run(nodes: list[_Node], queues: list[list[int]]) -> list[int]:
         node = nodes[n]
         if kind == 1:
             posted.append(n)
-            node.start_s = max(now, line_free.get(node.line, 0.0))
-            line_free[node.line] = node.start_s + node.seconds
-            node.end_s = line_free[node.line] + node.latency_s
+            node.start_s = max(now, *(line_free.get(name, 0.0) for name in node.lines))
+            done = node.start_s + node.seconds
+            line_free.update((name, done) for name in node.lines)
+            node.end_s = done + node.latency_s
             heapq.heappush(events, (node.end_s, 0, device, n))
             continue
         for r in node.readers:
@@ -305,11 +308,11 @@ def _run(nodes: list[_Node], queues: list[list[int]]) -> list[int]:
             if now >= reader.ready_s:
                 reader.ready_s, reader.last_need = now, n
             if not reader.missing:
-                if reader.line:
+                if reader.lines:
                     ask(r)
                 else:
                     start_next(reader.device)
-        if not node.line:
+        if not node.lines:
             head[device] += 1
             start_next(device)
     return posted
@@ -328,7 +331,7 @@ def _report(
             node = nodes[n]
             task = node.task
             items.append(Span(task, f"device {device}", device, node.start_s, node.end_s, node.start_s))
-            if node.last_need >= 0 and nodes[node.last_need].line and node.start_s > before:
+            if node.last_need >= 0 and nodes[node.last_need].lines and node.start_s > before:
                 idle += node.start_s - max(before, nodes[node.last_need].ready_s)
             before = node.end_s
             size = activation_bytes[task.stage] if activation_bytes else 0.0
@@ -349,12 +352,16 @@ def _report(
         held.append(tuple(counts))
         held_bytes.append(tuple(sizes) if activation_bytes or static_bytes else ())
     travel = tuple(
-        Span(nodes[n].task, nodes[n].line, nodes[n].device, nodes[n].start_s, nodes[n].end_s, nodes[n].ready_s)
+        Span(nodes[n].task, _place(nodes[n]), nodes[n].device, nodes[n].start_s, nodes[n].end_s, nodes[n].ready_s)
         for n in posted)
     ends = [s.end_s for items in spans for s in items[-1:]] + [s.end_s for s in travel if s.task.kind == "sync"]
     return Timeline(
         max(ends, default=0.0), tuple(spans), travel, tuple(busy), tuple(exposed), tuple(held),
         tuple(held_bytes))
+
+
+def _place(node: _Node) -> str:
+    return node.lines[0] if node.task.kind == "sync" else f"line {' + '.join(node.lines)}"
 
 
 def with_step_tasks(tasks: Sequence[Sequence[Task]], costs: PipelineCosts) -> tuple[tuple[Task, ...], ...]:

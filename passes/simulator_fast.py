@@ -24,7 +24,7 @@ from hetjax.passes.schedules.costs import PipelineCosts
 F, B, W = 0, 1, 2
 _NUMBER = {"F": F, "B": B, "I": B, "W": W}
 
-# seconds, the operation that reads the result (-1: none), line (-1: same device), serialisation, latency
+# seconds, the operation that reads the result (-1: none), route (-1: same device), serialisation, latency
 OpInfo = tuple[float, int, int, float, float]
 OpLists = list[list[int]]
 
@@ -38,14 +38,17 @@ class Tables:
       split: whether the backward is two halves (I is kind 1, W is kind 2).
       info: see `OpInfo`.
       ready: when the operation may start if nobody has to finish first, or -1.
+      routes: per route, the numbers of the lines it occupies.
       num_lines: how many lines there are.
-      exclusive: whether each line is fed by one device.
+      exclusive: whether each route is one line, fed by one device; lines that are only used together
+        count as one.
     """
 
     costs: PipelineCosts
     split: bool
     info: list[OpInfo]
     ready: list[float]
+    routes: list[tuple[int, ...]]
     num_lines: int
     exclusive: bool
 
@@ -62,7 +65,8 @@ class Tables:
 def tables(costs: PipelineCosts, split: bool) -> Tables:
     """Returns the look-up tables of a pipeline, for whole or split backwards."""
     stages, m = costs.num_stages, costs.num_microbatches
-    number: dict[str, int] = {}
+    routes, num_lines = _routes(costs)
+    number: dict[tuple[int, ...], int] = {}
     feeders: dict[int, set[int]] = {}
     info: list[OpInfo] = []
 
@@ -70,8 +74,10 @@ def tables(costs: PipelineCosts, split: bool) -> Tables:
         if boundary is None or not costs.crosses(boundary):
             line, ser, lat = -1, 0.0, 0.0
         else:
-            line = number.setdefault(costs.lines[boundary][way], len(number))
-            feeders.setdefault(line, set()).add(sender)
+            route = routes[boundary, way]
+            line = number.setdefault(route, len(number))
+            for n in route:
+                feeders.setdefault(n, set()).add(sender)
             ser, lat = costs.serialisation_s[boundary], costs.latency_s[boundary]
         info.extend(
             (seconds, -1 if reader is None else reader + i, line, ser, lat) for i in range(m))
@@ -88,8 +94,25 @@ def tables(costs: PipelineCosts, split: bool) -> Tables:
     ready = [-1.0] * len(info)
     ready[:m] = [0.0] * m
     ready[2 * stages * m:] = [0.0] * (len(info) - 2 * stages * m)
-    exclusive = all(len(devices) == 1 for devices in feeders.values())
-    return Tables(costs, split, info, ready, len(number), exclusive)
+    exclusive = all(len(devices) == 1 for devices in feeders.values()) and all(
+        len(route) == 1 for route in number)
+    return Tables(costs, split, info, ready, list(number), num_lines, exclusive)
+
+
+def _routes(costs: PipelineCosts) -> tuple[dict[tuple[int, int], tuple[int, ...]], int]:
+    """Returns each boundary's and way's lines as numbers, and how many numbers there are."""
+    used: dict[str, set[tuple[int, int]]] = {}
+    for b in filter(costs.crosses, range(costs.num_stages - 1)):
+        for way in (0, 1):
+            for name in costs.route(b, way):
+                used.setdefault(name, set()).add((b, way))
+    routes: dict[tuple[int, int], tuple[int, ...]] = {}
+    # Lines with the same users are always busy together and free together.
+    together = sorted({tuple(sorted(users)) for users in used.values()})
+    for n, users in enumerate(together):
+        for user in users:
+            routes[user] = (*routes.get(user, ()), n)
+    return routes, len(together)
 
 
 def encode(tasks: Sequence[Sequence[Task]], costs: PipelineCosts) -> tuple[OpLists, Tables]:
@@ -127,7 +150,8 @@ def ends_of(lists: OpLists, table: Tables) -> list[float] | None:
     if not table.exclusive:
         return _ends_by_clock(lists, table)
     info, ready = table.info, table.ready[:]
-    free = [0.0] * table.num_lines
+    # A route is one line here, so the route's number serves for the line's.
+    free = [0.0] * len(table.routes)
     devices = len(lists)
     position, now = [0] * devices, [0.0] * devices
     # Forward sweeps carry activations down in one pass, backward sweeps gradients up.
@@ -189,8 +213,11 @@ def _ends_by_clock(lists: OpLists, table: Tables) -> list[float] | None:
         at, kind, d, op = heapq.heappop(events)
         _, reader, line, ser, lat = info[op]
         if kind == 1:
-            free[line] = max(free[line], at) + ser
-            ready[reader] = free[line] + lat
+            route = table.routes[line]
+            done = max(at, *(free[n] for n in route)) + ser
+            for n in route:
+                free[n] = done
+            ready[reader] = done + lat
             to = device_of[reader // m % stages]
             heapq.heappush(events, (ready[reader], 0, to, -1))
             continue

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 from hetjax.ir.errors import PlanError
 
+Route = str | tuple[str, ...]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineCosts:
@@ -33,7 +35,8 @@ class PipelineCosts:
       weight_share: the share of the backward that is weight gradient (W); the rest is input
         gradient (I). Only schedules that split the backward use it.
       device_of: the device that runs each stage; () means stage i on device i.
-      lines: per boundary, the names of the lines its activations and its gradients travel on. A line
+      lines: per boundary, what its activations and what its gradients travel on: the name of a line,
+        or of several that one transfer occupies at once (the sender's port, the receiver's). A line
         carries one transfer at a time, first come first served: two boundaries with one name share
         an uplink, one name for both directions makes a half-duplex link. () means full duplex and a
         line of its own per direction and pair of devices, named "0>1".
@@ -50,7 +53,7 @@ class PipelineCosts:
     max_in_flight: tuple[int, ...] | None = None
     weight_share: float = 0.5
     device_of: tuple[int, ...] = ()
-    lines: tuple[tuple[str, str], ...] = ()
+    lines: tuple[tuple[Route, Route], ...] = ()
     sync_s: tuple[float, ...] = ()
     update_s: tuple[float, ...] = ()
 
@@ -92,6 +95,11 @@ class PipelineCosts:
     def crosses(self, boundary: int) -> bool:
         """Returns whether stage `boundary` and the next are on different devices."""
         return self.device_of[boundary] != self.device_of[boundary + 1]
+
+    def route(self, boundary: int, way: int) -> tuple[str, ...]:
+        """Returns the lines a transfer over a boundary occupies; way 0 is forward, 1 is back."""
+        names = self.lines[boundary][way]
+        return (names,) if isinstance(names, str) else names
 
     @property
     def input_s(self) -> tuple[float, ...]:

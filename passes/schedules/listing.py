@@ -74,8 +74,10 @@ def list_schedule(
         if reader >= 0:
             arrival = end
             if line >= 0:
-                line_free[line] = max(line_free[line], end) + ser
-                arrival = line_free[line] + lat
+                done = max(end, *(line_free[n] for n in table.routes[line])) + ser
+                for n in table.routes[line]:
+                    line_free[n] = done
+                arrival = done + lat
             ready[reader] = arrival
             heapq.heappush(wake, (arrival, costs.device_of[reader // m % stages]))
     return lists

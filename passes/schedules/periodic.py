@@ -27,10 +27,9 @@ def shortest_period_s(costs: PipelineCosts) -> float:
     load: dict[object, float] = {}
     for s, d in enumerate(costs.device_of):
         load[d] = load.get(d, 0.0) + costs.forward_s[s] + costs.backward_s[s]
-    for b, names in enumerate(costs.lines):
-        if costs.crosses(b):
-            for name in names:
-                load[name] = load.get(name, 0.0) + costs.serialisation_s[b]
+    for b in filter(costs.crosses, range(costs.num_stages - 1)):
+        for name in (*costs.route(b, 0), *costs.route(b, 1)):
+            load[name] = load.get(name, 0.0) + costs.serialisation_s[b]
     return max(load.values())
 
 
@@ -62,7 +61,8 @@ def offsets(table: Tables, period_s: float) -> list[float] | None:
         starts[kind * stages + s] = start
         ready = start + seconds
         if line >= 0:
-            start = place(("line", line), ready, ser)
+            # Of several lines the first stands for all: a timetable is a guide, the simulator judges.
+            start = place(("line", table.routes[line][0]), ready, ser)
             if start is None:
                 return None
             ready = start + ser + lat

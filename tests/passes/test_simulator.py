@@ -89,7 +89,7 @@ def test_exposed_communication_is_the_part_nobody_hides():
 
 def test_explicit_sends_as_a_program_has_them():
     costs = PipelineCosts((1.0, 1.0), (2.0, 2.0), 2)
-    prices = {"x": Transfer("up", 1.0, 0.5), "dx": Transfer("down", 0.0, 0.5)}
+    prices = {"x": Transfer(("up",), 1.0, 0.5), "dx": Transfer(("down",), 0.0, 0.5)}
     lists = (
         (Task("F", 0, 0), Task("send", 0, 0, "x"), Task("F", 0, 1), Task("send", 0, 1, "x"),
          Task("recv", 0, 0, "dx"), Task("B", 0, 0), Task("recv", 0, 1, "dx"), Task("B", 0, 1)),
@@ -142,8 +142,8 @@ def test_quick_path_returns_the_same_float(rng, split, layout):
     if layout in ("loop", "vee"):
         costs = split_stages(costs, 2, layout)
     if layout == "shared":
-        names = [rng.choice(("wan", "lan")) for _ in costs.latency_s]
-        costs = costs.replace(lines=tuple((n, n + rng.choice(("", " back"))) for n in names))
+        names = [rng.choice(("wan", "lan", ("a", "wan"), ("a", "b"))) for _ in costs.latency_s]
+        costs = costs.replace(lines=tuple((n, rng.choice((n, "back"))) for n in names))
     lists = _random_lists(rng, costs, split)
     check_schedule(lists, costs.num_microbatches)
     line = simulate(lists, costs)
