@@ -6,10 +6,20 @@ import dataclasses
 from typing import ClassVar
 
 from hetjax.ir.bundle import Bundle
+from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PassError, PlanError
 from hetjax.ir.program import Fragment, Program, Reshard, Task
 from hetjax.passes.insert_reshards import makers, source_form
-from hetjax.passes.schedules import PipelineCosts, schedule
+from hetjax.passes.schedules import (
+    SCHEDULES,
+    PipelineCosts,
+    check_schedule,
+    schedule,
+    schedule_info,
+)
+from hetjax.passes.schedules.auto import choose
+from hetjax.passes.schedules.flush import TaskLists, warmup_lists
+from hetjax.passes.simulator_program import pipeline_costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +42,20 @@ class Schedule:
             raise PassError(self.name, "needs a program; run cut-stages first")
         plan = bundle.plan
         kind = self.kind or (plan.schedule if plan else "1f1b")
-        times = [s.predicted_s or 1.0 for s in plan.stages] if plan else []
-        tasks = schedule_tasks(bundle.program, kind, times)
+        predicted = [s.predicted_s for s in plan.stages] if plan else []
+        times = [t or 1.0 for t in predicted]
+        # Without predicted times there is no scale to hold a link's seconds against.
+        cluster = bundle.cluster if predicted and all(predicted) else None
+        warmups = plan.warmups if plan and not self.kind else ()
+        tasks = schedule_tasks(bundle.program, kind, times, cluster, warmups)
         if tasks == bundle.program.tasks and kind == bundle.program.schedule:
             return bundle
         return bundle.replace(program=bundle.program.replace(tasks=tasks, schedule=kind))
 
 
 def schedule_tasks(
-    program: Program, kind: str, stage_s: list[float] | None = None
+    program: Program, kind: str, stage_s: list[float] | None = None,
+    cluster: Cluster | None = None, warmups: tuple[int, ...] = (),
 ) -> tuple[tuple[Task, ...], ...]:
     """Returns one task list per mesh.
 
@@ -48,9 +63,11 @@ def schedule_tasks(
       program: with fragments and reshards.
       kind: the schedule's name.
       stage_s: predicted seconds of forward and backward of one microbatch, per stage.
+      cluster: whose links the schedule should hide; None counts them as free.
+      warmups: forwards before the first backward, per stage, where a plan has decided them.
 
     Raises:
-      PlanError: the schedule is unknown, or the step goes back from update to forward, which more
+      PlanError: the schedule is unknown, it splits the backward, which fragments do not, or the step goes back from update to forward, which more
         than one microbatch cannot follow.
     """
     num_stages = len(program.meshes)
@@ -59,13 +76,35 @@ def schedule_tasks(
         forward_s=tuple(t / 3 for t in seconds), backward_s=tuple(2 * t / 3 for t in seconds),
         num_microbatches=program.num_microbatches,
     )
-    compute = schedule(kind, costs)  # checks the name, also where one microbatch leaves no choice
+    if cluster is not None:
+        links = pipeline_costs(program, cluster, {})
+        costs = costs.replace(
+            latency_s=links.latency_s, serialisation_s=links.serialisation_s, lines=links.lines)
+    compute = _compute(kind, costs, warmups)  # checks the name, also where one microbatch leaves no choice
     if program.num_microbatches == 1:
-        order = [[(_kind(f), None, f) for f in program.fragments if f.stage == s] for s in range(num_stages)]
+        order: list[list[tuple[str, int | None, Fragment]]] = [
+            [(_kind(f), None, f) for f in program.fragments if f.stage == s]
+            for s in range(num_stages)
+        ]
     else:
         order = [_microbatched(program, s, compute[s]) for s in range(num_stages)]
     weave = _Weaver(program)
     return tuple(tuple(weave.stage(s, items)) for s, items in enumerate(order))
+
+
+def _compute(kind: str, costs: PipelineCosts, warmups: tuple[int, ...]) -> TaskLists:
+    if kind == "auto":
+        return choose(costs, split=False)[1]
+    if schedule_info(kind).split:
+        whole = [n for n, i in SCHEDULES.items() if not i.split and costs.placement in i.placements]
+        raise PlanError(
+            f"schedule {kind} runs the backward in two halves, and this program's backward fragments are"
+            f" whole; use {', '.join(whole)} or auto")
+    if warmups:
+        lists = warmup_lists(costs, warmups)
+        check_schedule(lists, costs.num_microbatches)
+        return lists
+    return schedule(kind, costs)
 
 
 def _kind(fragment: Fragment) -> str:

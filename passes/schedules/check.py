@@ -87,9 +87,9 @@ def _completeness(tasks: Sequence[Sequence[Task]], num_microbatches: int) -> lis
                     f"stage {stage} runs {kind}{found[first]} where {kind}{first} is due: microbatches"
                     " go in ascending order, so that sums round the same way every time")
                 continue
-            for i in expected:
-                if found.count(i) != 1:
-                    out.append(f"stage {stage} runs {kind}{i} {_times(found.count(i))}, expected once")
+            out += [
+                f"stage {stage} runs {kind}{i} {_times(found.count(i))}, expected once"
+                for i in expected if found.count(i) != 1]
             extra = sorted(set(found) - set(expected))
             if extra:
                 out.append(
@@ -133,9 +133,7 @@ def dependencies(tasks: Sequence[Sequence[Task]]) -> dict[Node, list[Node]]:
     for device, items in enumerate(tasks):
         for position, task in enumerate(items):
             found = [(device, position - 1)] if position else []
-            for key in _needs(task, last):
-                if key in at:
-                    found.append(at[key])
+            found += [at[key] for key in _needs(task, last) if key in at]
             if task.kind == "recv" and (task.work, task.microbatch) in sends:
                 found.append(sends[task.work, task.microbatch])
             waits[device, position] = found

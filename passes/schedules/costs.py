@@ -12,6 +12,7 @@ top of that, during which the link may carry the next one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -70,7 +71,7 @@ class PipelineCosts:
         for name in ("forward_s", "backward_s"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.lines:
-            pairs = zip(self.device_of, self.device_of[1:])
+            pairs = itertools.pairwise(self.device_of)
             object.__setattr__(self, "lines", tuple((f"{a}>{b}", f"{b}>{a}") for a, b in pairs))
         if self.max_in_flight is not None:
             object.__setattr__(self, "max_in_flight", tuple(self.max_in_flight))
@@ -162,7 +163,7 @@ def split_stages(costs: PipelineCosts, chunks: int, layout: str = "loop") -> Pip
     there = list(range(devices))
     device_of = there * chunks if layout == "loop" else there + there[::-1]
     latency, serialisation = [], []
-    for a, b in zip(device_of, device_of[1:]):
+    for a, b in itertools.pairwise(device_of):
         if abs(a - b) == 1:
             latency.append(costs.latency_s[min(a, b)])
             serialisation.append(costs.serialisation_s[min(a, b)])

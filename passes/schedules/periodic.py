@@ -54,7 +54,7 @@ def offsets(table: Tables, period_s: float) -> list[float] | None:
     chain = [(F, s) for s in range(stages)] + [(B, s) for s in reversed(range(stages))]
     ready = 0.0
     for kind, s in chain:
-        seconds, reader, line, ser, lat = table.info[table.op(kind, s, 0)]
+        seconds, _, line, ser, lat = table.info[table.op(kind, s, 0)]
         start = place(costs.device_of[s], ready, seconds)
         if start is None:
             return None

@@ -324,7 +324,6 @@ def _local_search(best: _Best, steps: int) -> None:
 def _shift(items: list[int], size: int, low: int, high: int, m: int, shift: int) -> list[int]:
     """Returns a list whose backwards of microbatches low to high stand one forward later or earlier."""
     out = list(items)
-    where = range(len(out) - 2, -1, -1) if shift > 0 else range(1, len(out))
     if shift > 0:
         # B F -> F B, from the back, so that each forward passes one backward only.
         i = len(out) - 2

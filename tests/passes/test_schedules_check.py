@@ -63,7 +63,7 @@ def test_every_plain_schedule_passes(stages, microbatches):
 def test_names_what_is_wrong(text, words):
     made = lists(text)
     with pytest.raises(VerifyError) as error:
-        check_schedule(made, max(t.microbatch for tasks in made for t in tasks if t.kind == "F") and 2 or 1)
+        check_schedule(made, (max(t.microbatch for tasks in made for t in tasks if t.kind == "F") and 2) or 1)
     for word in words:
         assert word in str(error.value)
 
@@ -83,11 +83,10 @@ def test_split_backward_holds_until_the_weight_gradient():
 
 def test_transfers_that_wait_for_each_other():
     """Two devices that both receive before they send: found though no F or B is out of place."""
-    send = lambda s, i, w: Task("send", s, i, w)
-    recv = lambda s, i, w: Task("recv", s, i, w)
+    there, back = "x:s0>s1", "dx:s1>s0"
     good = (
-        (Task("F", 0, 0), send(0, 0, "x:s0>s1"), recv(0, 0, "dx:s1>s0"), Task("B", 0, 0)),
-        (recv(1, 0, "x:s0>s1"), Task("F", 1, 0), Task("B", 1, 0), send(1, 0, "dx:s1>s0")),
+        (Task("F", 0, 0), Task("send", 0, 0, there), Task("recv", 0, 0, back), Task("B", 0, 0)),
+        (Task("recv", 1, 0, there), Task("F", 1, 0), Task("B", 1, 0), Task("send", 1, 0, back)),
     )
     assert check_schedule(good, 1) == (1, 1)
     bad = ((good[0][0], good[0][2], good[0][1], good[0][3]), good[1])

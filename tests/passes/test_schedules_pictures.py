@@ -3,7 +3,15 @@
 import pytest
 
 from hetjax.cli.gantt import text_chart
-from hetjax.passes.schedules import PipelineCosts, flush, interleaved, schedule, split_stages, virtual, zero_bubble
+from hetjax.passes.schedules import (
+    PipelineCosts,
+    flush,
+    interleaved,
+    schedule,
+    split_stages,
+    virtual,
+    zero_bubble,
+)
 from hetjax.passes.schedules.periodic import offsets
 from hetjax.passes.simulator import simulate
 from hetjax.passes.simulator_fast import tables

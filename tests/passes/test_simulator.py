@@ -1,5 +1,6 @@
 """The simulator: hand-made cases, the golden makespans, and the quick path equal to the event queue."""
 
+import itertools
 import random
 
 import pytest
@@ -50,7 +51,7 @@ def test_full_duplex_half_duplex_and_shared_uplink():
     assert simulate(lists, shared).makespan_s >= 1 + 12 * 2
     assert simulate(lists, shared).makespan_s > simulate(lists, four).makespan_s
     ups = [t for t in simulate(lists, shared).transfers if t.place == "line up"]
-    assert all(b.start_s >= a.start_s + 2 for a, b in zip(ups, ups[1:]))
+    assert all(b.start_s >= a.start_s + 2 for a, b in itertools.pairwise(ups))
 
 
 def test_sync_overlaps_the_drain_and_updates_wait_for_it():
@@ -152,7 +153,7 @@ def test_quick_path_returns_the_same_float(rng, split, layout):
     # And the timeline keeps its own rules.
     for device, spans in enumerate(line.spans):
         assert tuple(s.task for s in spans) == lists[device]
-        assert all(a.end_s <= b.start_s for a, b in zip(spans, spans[1:]))
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
 
 
 def test_balanced_pipelines_follow_the_closed_form():

@@ -1,0 +1,125 @@
+"""Programs on the simulator: what their reshards cost on a cluster's wires, and when each task runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from hetjax.ir.cluster import Cluster
+from hetjax.ir.dtypes import dtype_itemsize
+from hetjax.ir.errors import PlanError
+from hetjax.ir.program import Program, Reshard
+from hetjax.passes.schedules.costs import PipelineCosts
+from hetjax.passes.simulator import Timeline, Transfer, simulate
+
+
+def simulate_program(
+    program: Program,
+    cluster: Cluster,
+    work_s: Mapping[str, float],
+    *,
+    sync_s: Sequence[float] = (),
+    activation_bytes: Sequence[float] = (),
+    static_bytes: Sequence[float] = (),
+) -> Timeline:
+    """Returns when each task of a complete program runs; a mesh is one device of the timeline.
+
+    Args:
+      program: with task lists.
+      cluster: where its meshes' devices are.
+      work_s: seconds of one run of each fragment, by name.
+      sync_s, activation_bytes, static_bytes: per stage, see `simulate`.
+
+    Raises:
+      PlanError: a fragment has no time.
+      VerifyError: the lists deadlock.
+    """
+    missing = [f.name for f in program.fragments if f.name not in work_s]
+    if missing:
+        raise PlanError(f"no time is given for fragment(s) {', '.join(missing)}")
+    costs = pipeline_costs(program, cluster, work_s).replace(sync_s=tuple(sync_s))
+    return simulate(
+        program.tasks, costs, transfers=program_transfers(program, cluster), work_s=work_s,
+        activation_bytes=activation_bytes, static_bytes=static_bytes)
+
+
+def program_transfers(program: Program, cluster: Cluster) -> dict[str, Transfer]:
+    """Returns what one send of each reshard costs, by its name.
+
+    The pieces of a reshard travel together. Each wire carries what its pieces add up to; the transfer
+    occupies all its wires until the slowest is done, and then takes the longest latency of its links.
+    A reshard without pieces is priced as one whole value from the first device to the first.
+    """
+    return {r.name: _transfer(program, cluster, r) for r in program.reshards}
+
+
+def _transfer(program: Program, cluster: Cluster, reshard: Reshard) -> Transfer:
+    source, target = program.meshes[reshard.source], program.meshes[reshard.target]
+    flows: dict[tuple[int, int], float] = {}
+    if reshard.pieces:
+        avals = program.avals if reshard.form == "step" else program.micro_avals
+        itemsize = dtype_itemsize(avals[reshard.ref].dtype)
+        for p in reshard.pieces:
+            size = math.prod(b - a for a, b in zip(p.start, p.stop)) * itemsize
+            flows[p.source, p.target] = flows.get((p.source, p.target), 0.0) + size
+    else:
+        flows[source.devices[0], target.devices[0]] = float(reshard.nbytes)
+    carried: dict[str, tuple[float, float]] = {}  # wire -> bytes, bandwidth at the size of one flow
+    latency = 0.0
+    for (a, b), size in flows.items():
+        if a == b or not size:
+            continue
+        link = cluster.link(a, b)
+        latency = max(latency, link.latency_s)
+        for wire in dict.fromkeys(cluster.wires(a, b)):
+            before, slowest = carried.get(wire, (0.0, math.inf))
+            carried[wire] = (before + size, min(slowest, link.bandwidth(size)))
+    if not carried:
+        return Transfer((f"{source.name}>{target.name}",), 0.0, 0.0)
+    return Transfer(
+        tuple(sorted(carried)), max(size / speed for size, speed in carried.values()), latency)
+
+
+def pipeline_costs(
+    program: Program, cluster: Cluster, work_s: Mapping[str, float],
+    *, max_in_flight: Sequence[int] | None = None,
+) -> PipelineCosts:
+    """Returns a program as plain numbers, for choosing its schedule and for its lower bound.
+
+    What crosses a boundary per microbatch is added up, each way; values that skip stages count on
+    every boundary they pass. The slower of the two ways stands for both.
+
+    Args:
+      program: with reshards; task lists are not needed.
+      cluster: where its meshes' devices are.
+      work_s: seconds of fragments by name; those it does not name count nothing.
+      max_in_flight: per stage, see `PipelineCosts`.
+    """
+    stages = len(program.meshes)
+    seconds = {phase: [0.0] * stages for phase in ("prologue", "forward", "backward", "update")}
+    for f in program.fragments:
+        seconds[f.phase][f.stage] += work_s.get(f.name, 0.0)
+    prices = program_transfers(program, cluster)
+    # (serialisation, latency, lines) by boundary and way.
+    crossing: dict[tuple[int, int], tuple[float, float, tuple[str, ...]]] = {}
+    for r in program.reshards:
+        if r.form not in ("micro", "concat") or r.source == r.target:
+            continue
+        price = prices[r.name]
+        way = 0 if r.source < r.target else 1
+        for b in range(min(r.source, r.target), max(r.source, r.target)):
+            serialisation, latency, lines = crossing.get((b, way), (0.0, 0.0, ()))
+            crossing[b, way] = (
+                serialisation + price.serialisation_s, max(latency, price.latency_s),
+                tuple(sorted({*lines, *price.lines})))
+    boundaries = range(stages - 1)
+    for b in boundaries:
+        for way in (0, 1):
+            crossing.setdefault((b, way), (0.0, 0.0, (f"{b + way}>{b + 1 - way}",)))
+    return PipelineCosts(
+        tuple(seconds["forward"]), tuple(seconds["backward"]), program.num_microbatches,
+        tuple(max(crossing[b, 0][1], crossing[b, 1][1]) for b in boundaries),
+        tuple(max(crossing[b, 0][0], crossing[b, 1][0]) for b in boundaries),
+        None if max_in_flight is None else tuple(max_in_flight),
+        lines=tuple((crossing[b, 0][2], crossing[b, 1][2]) for b in boundaries),
+        update_s=tuple(seconds["update"]))
