@@ -18,6 +18,8 @@ EXIT_GOOD, EXIT_NEGATIVE, EXIT_FAULT, EXIT_REFUSED = 0, 1, 2, 3
 
 # subcommand -> (module, attribute, one-line help). The help stands here so that `hetjax --help` imports no subcommand.
 COMMANDS: dict[str, tuple[str, str, str]] = {
+    "agent": ("hetjax.cli.agent", "agent", "Hold this host's part of in-memory checkpoints."),
+    "ckpt": ("hetjax.cli.ckpt", "ckpt", "List, check, repair, drain and size in-memory checkpoints."),
     "check": ("hetjax.cli.check", "check", "Run plain jit and hetjax side by side and compare every leaf."),
     "cluster": ("hetjax.cli.cluster", "cluster", "Show, validate and write cluster descriptions."),
     "demo": ("hetjax.cli.demo", "demo", "Train a small GPT across two unlike sites and prove it equal to plain jit."),

@@ -1,0 +1,140 @@
+"""The newest committed step goes to a shared file system, by the agents alone.
+
+Each agent writes its own chunks and the manifest; nobody waits for anybody. A reader needs k of the
+n files of each group, so agents that did not make it within their grace may be missing, as after
+any other loss. Files:
+
+    DIR/JOB/OID/manifest.json
+    DIR/JOB/OID/g{group}-p{position}.chunks   64-byte header (magic, JSON length), JSON, sums, chunks
+
+A file is written under another name, synced and renamed: what has its final name is whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetjax.eccheck.layout import Layout, place
+from hetjax.eccheck.sources import MappedSource
+from hetjax.eccheck.store import COMMITTED, PREPARED, Entry
+from hetjax.ir.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hetjax.eccheck.agent import Agent
+
+_MAGIC = b"hetjax-chunks-1\0"
+_HEAD = struct.Struct("<16sQ40x")
+_PAGE = 4096
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name) or "_"
+
+
+def _write(path: pathlib.Path, parts: list[Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_entry(agent: Agent, entry: Entry, root: pathlib.Path) -> int:
+    """Writes one object's chunks of this agent; returns the bytes."""
+    folder = root / _safe(agent.options.job) / entry.oid
+    folder.mkdir(parents=True, exist_ok=True)
+    head = json.dumps({
+        "group": entry.group, "position": entry.position, "state": entry.state,
+        "layout": entry.layout.to_json(), "bytes": entry.num_bytes,
+    }).encode()
+    sums = b"".join(s.tobytes() for s in entry.sums)
+    before = _HEAD.size + len(head) + len(sums)
+    _write(folder / f"g{entry.group}-p{entry.position}.chunks", [
+        _HEAD.pack(_MAGIC, len(head)), head, sums, b"\0" * (-before % _PAGE),
+        agent.arena.bytes[entry.offset : entry.offset + entry.num_bytes].data,
+    ])
+    _write(folder / "manifest.json", [entry.manifest])
+    return entry.num_bytes
+
+
+def drain_agent(agent: Agent, directory: str) -> dict[str, Any]:
+    """Writes, for every item, the newest committed step and anything prepared after it.
+
+    A prepared object is written too: the coordinator may have died after telling only some agents
+    to commit, and the reader decides from all files together.
+
+    Returns:
+      {"steps": {name: step}, "bytes", "seconds", "dir"}.
+
+    Raises:
+      CheckpointError: no directory is given or it cannot be written.
+    """
+    if not directory:
+        raise CheckpointError(
+            "no directory to drain to; start the agent with --drain-dir or name one (--to)"
+        )
+    started, total, steps = time.monotonic(), 0, {}
+    root = pathlib.Path(directory)
+    with agent.store.lock:
+        entries = list(agent.store.entries.values())
+    newest: dict[str, int] = {}
+    for entry in entries:
+        if entry.state == COMMITTED:
+            newest[entry.name] = max(newest.get(entry.name, entry.step), entry.step)
+    try:
+        for entry in entries:
+            wanted = newest.get(entry.name, -1)
+            if entry.state in (COMMITTED, PREPARED) and entry.step >= wanted and entry.manifest:
+                total += write_entry(agent, entry, root)
+                if entry.state == COMMITTED:
+                    steps[entry.name] = entry.step
+    except OSError as error:
+        raise CheckpointError(f"cannot drain to {directory}: {error}") from error
+    agent.count("drained", total)
+    return {"steps": steps, "bytes": total, "seconds": time.monotonic() - started,
+            "dir": directory, "address": agent.address}
+
+
+def open_chunks(path: pathlib.Path) -> tuple[dict[str, Any], MappedSource]:
+    """Returns header and source of one drained file.
+
+    Raises:
+      CheckpointError: it is not a whole chunk file.
+    """
+    try:
+        data = np.memmap(path, np.uint8, "r")
+        magic, length = _HEAD.unpack(data[: _HEAD.size].tobytes())
+        if magic != _MAGIC or length > len(data):
+            raise CheckpointError(f"{path} is not a chunk file")
+        head = json.loads(data[_HEAD.size : _HEAD.size + length].tobytes())
+        layout = Layout.from_json(head["layout"])
+        used = place(layout).used_blocks[int(head["position"])]
+        at = _HEAD.size + length
+        sums = data[at : at + 8 * sum(used)].copy().view(np.uint64)
+        at += 8 * sum(used)
+        at += -at % _PAGE
+        if len(data) != at + sum(used) * layout.block_bytes:
+            raise CheckpointError(f"{path} is cut short")
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    ends = np.cumsum([0, *used])
+    by_stripe = [sums[a:b] for a, b in itertools.pairwise(ends)]
+    offsets = [at + int(e) * layout.block_bytes for e in ends[:-1]]
+    return head, MappedSource(data, offsets, by_stripe.__getitem__, str(path))
+
+
+def find_drained(directory: str, job: str) -> list[pathlib.Path]:
+    """Returns the folders of drained objects of a job."""
+    root = pathlib.Path(directory) / _safe(job)
+    return sorted(p.parent for p in root.glob("*/manifest.json")) if root.is_dir() else []

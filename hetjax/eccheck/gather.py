@@ -1,0 +1,315 @@
+"""Reads blocks of one group's object, and rebuilds those that are lost or damaged.
+
+Every block is checked against sums whose digest stands in the object's manifest. A block that fails
+is treated like one that is gone: it is made again from k other chunks of its stripe. Blocks are
+delivered first and checked after, so that memory which is overwritten while it is copied (a save
+that came too close) cannot slip through.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from hetjax.eccheck.layout import Layout, place
+from hetjax.eccheck.sources import Run, Source, split_runs
+from hetjax.ir.errors import CheckpointError
+from hetjax.kernels.erasure import combine, find_bad_blocks
+from hetjax.kernels.erasure.field import recovery_rows
+
+Deliver = Callable[[int, int, int, np.ndarray], None]  # position, stripe, first block, bytes
+
+
+def mask_runs(mask: np.ndarray, stripe: int) -> list[Run]:
+    """Returns the runs of a block mask."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.view(np.int8), [0]])))
+    return [(stripe, int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2])]
+
+
+class GroupReader:
+    """The chunks of one group's object, wherever they still are.
+
+    Args:
+      layout: the group's layout.
+      sources: position -> where its chunks can be read.
+      digests: position -> digest of its sums, from the manifest.
+      title: the object in words, for errors.
+      absent: position -> why it cannot be read, for errors.
+    """
+
+    def __init__(
+        self, layout: Layout, sources: Mapping[int, Source], digests: Sequence[str], title: str,
+        absent: Mapping[int, str] | None = None,
+    ):
+        self.layout, self.sources, self.digests, self.title = layout, dict(sources), digests, title
+        self.placed = place(layout)
+        self.dead: dict[int, str] = {
+            p: (absent or {}).get(p, "no agent holds it")
+            for p in range(layout.n) if p not in self.sources
+        }
+        self.bad: set[tuple[int, int, int]] = set()  # position, stripe, block
+        self.read_bytes = 0
+        self.rebuilt_bytes = 0
+        self._sums: dict[int, list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def sums(self, position: int) -> list[np.ndarray]:
+        """Returns the sums of a position's chunks by stripe, checked against the manifest.
+
+        Raises:
+          CheckpointError: it cannot be read, or its sums are not those of the manifest.
+        """
+        from xxhash import xxh3_128_hexdigest
+
+        known = self._sums.get(position)
+        if known is None:
+            source, used = self.sources[position], self.placed.used_blocks[position]
+            known = [
+                source.sums(j) if used[j] else np.zeros(0, np.uint64) for j in range(self.layout.n)
+            ]
+            if xxh3_128_hexdigest(b"".join(s.tobytes() for s in known)) != self.digests[position]:
+                raise CheckpointError(f"{source.label} has other checksums than the manifest")
+            self._sums[position] = known
+        return known
+
+    def recoverable(self) -> list[str]:
+        """Returns why stripes cannot be rebuilt, one line each; empty if all can."""
+        layout, problems = self.layout, []
+        for stripe in range(layout.n):
+            gone = [p for p in self.dead if self.placed.used_blocks[p][stripe]]
+            if len(gone) > layout.m:
+                problems.append(
+                    f"stripe {stripe}: {len(gone)} of {layout.n} chunks are gone and {layout.m} "
+                    "may be: " + "; ".join(self._name(p, stripe) for p in sorted(gone))
+                )
+        return problems
+
+    def _name(self, position: int, stripe: int) -> str:
+        role = self.layout.role(position, stripe)
+        kind = f"data {role}" if role < self.layout.k else f"parity {role - self.layout.k}"
+        why = self.dead.get(position, "damaged")
+        return f"{kind} at {self.layout.members[position]} ({why})"
+
+    def fetch(self, wanted: Mapping[tuple[int, int], np.ndarray], deliver: Deliver) -> None:
+        """Delivers blocks, rebuilt where necessary.
+
+        Args:
+          wanted: (position, stripe) -> mask over the chunk's stored blocks.
+          deliver: called with (position, stripe, first block, bytes); it may be called again for
+            the same blocks, and the last call is the right one.
+
+        Raises:
+          CheckpointError: more chunks of a stripe are lost than its parity covers; names them.
+        """
+        pending = {key: mask.copy() for key, mask in wanted.items() if mask.any()}
+        while pending:
+            before = sum(int(m.sum()) for m in pending.values())
+            marks = len(self.dead) + len(self.bad)
+            self._check_sums(pending)
+            stripes = sorted({stripe for _, stripe in pending})
+            with ThreadPoolExecutor(max(1, self.layout.n)) as threads:
+                for future in [
+                    threads.submit(self._rebuild, stripe, pending, deliver) for stripe in stripes
+                ]:
+                    future.result()
+                positions = sorted({p for p, _ in pending} - set(self.dead))
+                for future in [
+                    threads.submit(self._read, p, pending, deliver) for p in positions
+                ]:
+                    future.result()
+            pending = {key: mask for key, mask in pending.items() if mask.any()}
+            left = sum(int(m.sum()) for m in pending.values())
+            if left == before and marks == len(self.dead) + len(self.bad):
+                raise CheckpointError(f"{self.title}: {left} blocks could not be read")
+
+    def _check_sums(self, pending: Mapping[tuple[int, int], np.ndarray]) -> None:
+        for position in sorted({p for p, _ in pending}):
+            if position not in self.dead:
+                try:
+                    self.sums(position)
+                except CheckpointError as error:
+                    self._kill(position, error)
+
+    def _kill(self, position: int, error: BaseException) -> None:
+        with self._lock:
+            self.dead.setdefault(position, str(error))
+
+    def _is_bad(self, position: int, stripe: int, block: int, count: int) -> bool:
+        return bool(self.bad) and any(
+            (position, stripe, b) in self.bad for b in range(block, block + count)
+        )
+
+    def _verify(self, position: int, stripe: int, block: int, data: np.ndarray) -> bool:
+        """Records blocks without their right sum; returns whether all were right."""
+        size = self.layout.block_bytes
+        sums = self.sums(position)[stripe][block : block + len(data) // size]
+        bad = find_bad_blocks(data, sums, size)
+        with self._lock:
+            self.read_bytes += len(data)
+            self.bad.update((position, stripe, block + i) for i in bad)
+        return not bad
+
+    def _read(
+        self, position: int, pending: Mapping[tuple[int, int], np.ndarray], deliver: Deliver
+    ) -> None:
+        runs: list[Run] = []
+        for (p, stripe), mask in sorted(pending.items()):
+            if p == position:
+                healthy = mask.copy()
+                for b in [b for q, s, b in self.bad if (q, s) == (p, stripe)]:
+                    healthy[b] = False
+                runs += mask_runs(healthy, stripe)
+        try:
+            for stripe, block, view in self.sources[position].read(runs, self.layout.block_bytes):
+                data = np.frombuffer(view, np.uint8)
+                deliver(position, stripe, block, data)
+                count = len(data) // self.layout.block_bytes
+                if self._verify(position, stripe, block, data):
+                    pending[position, stripe][block : block + count] = False
+                else:
+                    good = [
+                        b for b in range(block, block + count)
+                        if (position, stripe, b) not in self.bad
+                    ]
+                    pending[position, stripe][good] = False
+        except CheckpointError as error:
+            self._kill(position, error)
+
+    def _rebuild(
+        self, stripe: int, pending: Mapping[tuple[int, int], np.ndarray], deliver: Deliver
+    ) -> None:
+        """Rebuilds pending blocks of a stripe whose holder is dead or whose bytes are bad."""
+        lost: dict[int, np.ndarray] = {}
+        for (position, j), mask in pending.items():
+            if j != stripe:
+                continue
+            gone = mask.copy()
+            if position not in self.dead:
+                gone[:] = False
+                for p, s, b in self.bad:
+                    if (p, s) == (position, j) and mask[b]:
+                        gone[b] = True
+            if gone.any():
+                lost[position] = gone
+        if not lost:
+            return
+        union = np.zeros(max(len(m) for m in lost.values()), bool)
+        for mask in lost.values():
+            union[: len(mask)] |= mask
+        for run in mask_runs(union, stripe):
+            for piece in self._alike(run):
+                self._rebuild_runs(stripe, [piece], lost, pending, deliver)
+
+    def _alike(self, run: Run) -> list[Run]:
+        """Splits a run where the set of damaged holders changes, so that one choice fits a piece."""
+        stripe, block, count = run
+        damage = {b: set[int]() for b in range(block, block + count)} if self.bad else {}
+        for position, s, b in self.bad:
+            if s == stripe and b in damage:
+                damage[b].add(position)
+        pieces: list[Run] = []
+        start = block
+        for b in range(block + 1, block + count + 1):
+            if b == block + count or (damage and damage[b] != damage[start]):
+                pieces.append((stripe, start, b - start))
+                start = b
+        return pieces
+
+    def _choose(
+        self, stripe: int, runs: Sequence[Run], lost: Mapping[int, np.ndarray],
+        pending: Mapping[tuple[int, int], np.ndarray],
+    ) -> list[int]:
+        """Returns k positions to rebuild from: those wanted anyway first, mapped memory next."""
+        options, excluded = [], []
+        for position in range(self.layout.n):
+            stored = self.placed.used_blocks[position][stripe]
+            if position not in self.dead:
+                try:
+                    self.sums(position)
+                except CheckpointError as error:
+                    self._kill(position, error)
+            first = min(b for _, b, _ in runs)
+            if stored <= first:
+                # Known to be zero, wherever its holder is.
+                options.append((0, position))
+            elif position in self.dead or any(
+                self._is_bad(position, s, b, min(n, max(0, stored - b))) for s, b, n in runs
+            ):
+                excluded.append(position)
+            else:
+                wanted = (position, stripe) in pending and position not in lost
+                mapped = hasattr(self.sources[position], "data")
+                options.append((1 if wanted else 2 if mapped else 3, position))
+        if len(options) < self.layout.k:
+            raise CheckpointError(
+                f"{self.title}: stripe {stripe} has {len(options)} of the {self.layout.k} chunks "
+                "it needs; missing are "
+                + "; ".join(self._name(p, stripe) for p in excluded)
+                + ". Restore an older step from the persistent tier, or bring an agent back"
+            )
+        return [position for _, position in sorted(options)[: self.layout.k]]
+
+    def _rebuild_runs(
+        self, stripe: int, runs: Sequence[Run], lost: Mapping[int, np.ndarray],
+        pending: Mapping[tuple[int, int], np.ndarray], deliver: Deliver,
+    ) -> None:
+        layout, size = self.layout, self.layout.block_bytes
+        chosen = self._choose(stripe, runs, lost, pending)
+        roles = [layout.role(p, stripe) for p in chosen]
+        targets = list(lost)
+        rows = recovery_rows(layout.k, layout.m, roles, [layout.role(p, stripe) for p in targets])
+        streams = {}
+        for position in chosen:
+            stored = self.placed.used_blocks[position][stripe]
+            cut = [(s, b, min(n, stored - b)) for s, b, n in runs if b < stored]
+            if cut:
+                streams[position] = self.sources[position].read(cut, size)
+        for _, block, count in split_runs(runs, size):
+            present: dict[int, np.ndarray] = {}
+            for position, stream in streams.items():
+                expected = min(count, self.placed.used_blocks[position][stripe] - block)
+                if expected <= 0:
+                    continue
+                try:
+                    s, b, view = next(stream)
+                except (CheckpointError, StopIteration) as error:
+                    self._kill(position, error)
+                    return
+                if (s, b) != (stripe, block) or len(view) != expected * size:
+                    self._kill(position, CheckpointError("sent other blocks than asked for"))
+                    return
+                present[position] = np.frombuffer(view, np.uint8)
+            outs = [np.empty(count * size, np.uint8) for _ in targets]
+            data, columns = [], []
+            for column, position in enumerate(chosen):
+                if position in present:
+                    piece = present[position]
+                    if len(piece) < count * size:
+                        piece = np.concatenate([piece, np.zeros(count * size - len(piece), np.uint8)])
+                    data.append(piece)
+                    columns.append(column)
+            if columns:
+                combine(rows[:, columns], data, outs)
+            else:
+                for out in outs:
+                    out[:] = 0
+            verified = {p: self._verify(p, stripe, block, d) for p, d in present.items()}
+            for position, piece in present.items():
+                mask = pending.get((position, stripe))
+                n = len(piece) // size
+                if verified[position] and mask is not None and mask[block : block + n].all():
+                    deliver(position, stripe, block, piece)
+                    mask[block : block + n] = False
+            if not all(verified.values()):
+                return
+            for position, out in zip(targets, outs):
+                mask = pending[position, stripe]
+                n = min(count, len(mask) - block)
+                wanted = lost[position][block : block + n]
+                for _, at, length in mask_runs(wanted, stripe):
+                    deliver(position, stripe, block + at, out[at * size : (at + length) * size])
+                    self.rebuilt_bytes += length * size
+                mask[block : block + n][wanted] = False

@@ -1,0 +1,207 @@
+"""The client side of one agent: small calls, bulk in, bulk out, each with a deadline."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hetjax.eccheck import wire
+from hetjax.eccheck.config import Config, Tls
+from hetjax.eccheck.wire import AgentError
+from hetjax.ir.errors import CheckpointError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # one connection a channel: no sharing of flow control
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+]
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Who is calling.
+
+    Attributes:
+      job: the job's name.
+      token: its secret.
+      tls: files for TLS, or None.
+    """
+
+    job: str
+    token: str = field(default="", repr=False)
+    tls: Tls | None = None
+
+
+class Peer:
+    """A connection to one agent.
+
+    Args:
+      address: "host:port".
+      credentials: who is calling.
+    """
+
+    def __init__(self, address: str, credentials: Credentials):
+        import grpc
+
+        self.address, self._grpc = address, grpc
+        options = list(CHANNEL_OPTIONS)
+        tls = credentials.tls
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            if tls.name:
+                options.append(("grpc.ssl_target_name_override", tls.name))
+            ca, cert, key = (pathlib.Path(p).read_bytes() for p in (tls.ca, tls.cert, tls.key))
+            self._channel = grpc.secure_channel(
+                address, grpc.ssl_channel_credentials(ca, key, cert), options=options
+            )
+        prefix = f"/{wire.SERVICE}/"
+        self._call = self._channel.unary_unary(prefix + "Call")
+        self._put = self._channel.stream_unary(prefix + "Put")
+        self._get = self._channel.unary_stream(prefix + "Get")
+        self._metadata = (("hetjax-job", credentials.job), ("hetjax-token", credentials.token))
+
+    def close(self) -> None:
+        """Closes the connection; calls in flight end."""
+        self._channel.close()
+
+    def _error(self, error: Any) -> AgentError:
+        code = error.code().name.lower() if error.code() else "internal"
+        detail = error.details() or ""
+        if code == "deadline_exceeded":
+            detail = "no answer within the deadline; it is stopped, overloaded or cut off"
+        elif code == "unavailable":
+            detail = f"not reachable ({detail}); is `hetjax agent` running there?"
+        return AgentError(detail, code=code, address=self.address)
+
+    def call(
+        self, op: str, *, timeout_s: float, payload: bytes = b"", **fields: Any
+    ) -> tuple[dict[str, Any], memoryview]:
+        """Returns header and payload of the answer.
+
+        Raises:
+          AgentError: refused, failed, unreachable, or no answer in time.
+        """
+        try:
+            reply = self._call(
+                wire.pack({"op": op, **fields}, payload), timeout=timeout_s, metadata=self._metadata
+            )
+        except self._grpc.RpcError as error:
+            raise self._error(error) from None
+        return wire.unpack(reply)
+
+    def put(self, messages: Iterable[bytes], *, timeout_s: float) -> dict[str, Any]:
+        """Sends a stream of packed messages; returns the answer's header.
+
+        Raises:
+          AgentError: as `call`.
+        """
+        try:
+            reply = self._put(iter(messages), timeout=timeout_s, metadata=self._metadata)
+        except self._grpc.RpcError as error:
+            raise self._error(error) from None
+        return wire.unpack(reply)[0]
+
+    def get(
+        self, op: str, *, timeout_s: float, **fields: Any
+    ) -> Iterator[tuple[dict[str, Any], memoryview]]:
+        """Yields the messages of a stream.
+
+        Raises:
+          AgentError: as `call`, also in the middle.
+        """
+        stream = self._get(
+            wire.pack({"op": op, **fields}), timeout=timeout_s, metadata=self._metadata
+        )
+        try:
+            for message in stream:
+                yield wire.unpack(message)
+        except self._grpc.RpcError as error:
+            raise self._error(error) from None
+        finally:
+            stream.cancel()
+
+    def blob(self, op: str, *, timeout_s: float, limit_bytes: int, **fields: Any) -> bytes:
+        """Returns the joined payload of a stream.
+
+        Raises:
+          AgentError: as `call`, or more than the limit arrives.
+        """
+        parts, total = [], 0
+        for _, payload in self.get(op, timeout_s=timeout_s, **fields):
+            total += len(payload)
+            if total > limit_bytes:
+                raise AgentError(
+                    f"{op} is longer than {limit_bytes} bytes", code="out_of_range",
+                    address=self.address,
+                )
+            parts.append(payload)
+        return b"".join(parts)
+
+    def sums(self, oid: str, stripe: int, *, timeout_s: float) -> np.ndarray:
+        """Returns the block checksums of one chunk, uint64."""
+        data = self.blob("sums", oid=oid, stripe=stripe, timeout_s=timeout_s, limit_bytes=1 << 30)
+        return np.frombuffer(data, np.uint64)
+
+
+class Pool:
+    """Connections to agents, made when first used, and parallel calls over them.
+
+    Args:
+      credentials: who is calling.
+    """
+
+    def __init__(self, credentials: Credentials):
+        self.credentials = credentials
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(64, thread_name_prefix="eccheck-rpc")
+
+    def peer(self, address: str) -> Peer:
+        """Returns the connection to an agent."""
+        with self._lock:
+            if address not in self._peers:
+                self._peers[address] = Peer(address, self.credentials)
+            return self._peers[address]
+
+    def each(self, items: Sequence[T], run: Any) -> list[tuple[T, Any]]:
+        """Returns (item, result or CheckpointError) of run(item) in parallel."""
+
+        def guarded(item: T) -> tuple[T, Any]:
+            try:
+                return item, run(item)
+            except CheckpointError as error:
+                return item, error
+
+        if len(items) == 1:
+            return [guarded(items[0])]
+        return list(self._threads.map(guarded, items))
+
+    def submit(self, run: Any, *args: Any) -> Any:
+        """Runs something in the pool's threads; returns its future."""
+        return self._threads.submit(run, *args)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def pool_of(config: Config) -> Pool:
+    """Returns a pool with the credentials of a configuration."""
+    return Pool(Credentials(config.job, config.token, config.tls))

@@ -1,0 +1,92 @@
+"""Where chunks are read from: this host's agent, another's, or the files of a drain.
+
+A source gives the blocks of one position of one object, unverified; `read_verified` checks each
+against the object's sums and says which are bad. Whoever reads decides what to do about those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hetjax.eccheck import wire
+from hetjax.eccheck.peer import Peer
+
+Run = tuple[int, int, int]  # stripe, first block, number of blocks
+
+
+class Source(Protocol):
+    """The chunks of one position."""
+
+    label: str
+
+    def read(self, runs: Sequence[Run], block_bytes: int) -> Iterator[tuple[int, int, Any]]:
+        """Yields (stripe, first block, bytes) of whole blocks, covering the runs in order."""
+        ...
+
+    def sums(self, stripe: int) -> np.ndarray:
+        """Returns the sums of a chunk's blocks as the holder knows them, uint64."""
+        ...
+
+
+def blocks_per_message(block_bytes: int) -> int:
+    """Returns how many blocks travel together."""
+    return max(1, wire.PAYLOAD_BYTES // block_bytes)
+
+
+def split_runs(runs: Sequence[Run], block_bytes: int) -> Iterator[Run]:
+    """Yields the runs in pieces of one message; pieces of equal stripes begin at equal blocks."""
+    per = blocks_per_message(block_bytes)
+    for stripe, block, count in runs:
+        while count > 0:
+            piece = min(count, per - block % per)
+            yield stripe, block, piece
+            block, count = block + piece, count - piece
+
+
+class RemoteSource:
+    """A position held by another host's agent.
+
+    Args:
+      peer: connection to it.
+      oid: the object.
+      timeout_of: bytes -> deadline in seconds.
+    """
+
+    def __init__(self, peer: Peer, oid: str, timeout_of: Any):
+        self.peer, self.oid, self.timeout_of, self.label = peer, oid, timeout_of, peer.address
+
+    def read(self, runs: Sequence[Run], block_bytes: int) -> Iterator[tuple[int, int, Any]]:
+        total = sum(count for _, _, count in runs) * block_bytes
+        stream = self.peer.get(
+            "read", oid=self.oid, runs=[list(r) for r in runs], timeout_s=self.timeout_of(total)
+        )
+        for header, payload in stream:
+            yield int(header["s"]), int(header["b"]), payload
+
+    def sums(self, stripe: int) -> np.ndarray:
+        return self.peer.sums(self.oid, stripe, timeout_s=self.timeout_of(0))
+
+
+class MappedSource:
+    """A position whose bytes are mapped here: the own agent's memory, or a file.
+
+    Args:
+      data: the bytes, uint8.
+      chunk_offsets: start of each stripe's chunk in it.
+      sums_of: stripe -> sums.
+      label: name for messages.
+    """
+
+    def __init__(self, data: np.ndarray, chunk_offsets: Sequence[int], sums_of: Any, label: str):
+        self.data, self.chunk_offsets, self.sums_of, self.label = data, chunk_offsets, sums_of, label
+
+    def read(self, runs: Sequence[Run], block_bytes: int) -> Iterator[tuple[int, int, Any]]:
+        for stripe, block, count in split_runs(runs, block_bytes):
+            start = self.chunk_offsets[stripe] + block * block_bytes
+            yield stripe, block, self.data[start : start + count * block_bytes].data
+
+    def sums(self, stripe: int) -> np.ndarray:
+        return self.sums_of(stripe)
