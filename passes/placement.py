@@ -179,7 +179,7 @@ def _one_fragment(graph: Graph) -> Placement:
 
 def _micro_stages(
     graph: Graph, kinds: Sequence[str], num_stages: int, cuts: Sequence[int],
-    homes: Mapping[Ref, int] | None, block_stages: Mapping[str, int],
+    homes: Mapping[Ref, int] | None, block_stages: Mapping[str, int], sink: bool = True,
 ) -> tuple[list[int], dict[Ref, int]]:
     rounds = _rounds(graph, kinds)
     stage = [-1] * len(graph.ops)
@@ -193,7 +193,8 @@ def _micro_stages(
     _follow_data(graph, kinds, stage, homes, block_stages)
     demand = _forward_demand(graph, kinds, stage)
     _place_backward(graph, kinds, stage, num_stages, demand)
-    _sink_backward(graph, kinds, stage, demand, homes)
+    if sink:
+        _sink_backward(graph, kinds, stage, demand, homes)
     return stage, {r: s for r, s in homes.items() if s >= 0}
 
 
@@ -311,7 +312,7 @@ def _defer_shared_sums(
     one of them would cross every time. Both are batch sums, so they are accumulated where they are
     made and added once.
     """
-    stage, _ = _micro_stages(graph, kinds, num_stages, cuts, homes, block_stages)
+    stage, _ = _micro_stages(graph, kinds, num_stages, cuts, homes, block_stages, sink=False)
     defined, readers = definitions(graph), users(graph)
     out = list(kinds)
     returned = {r.atom for r in graph.outputs if isinstance(r.atom, int)}

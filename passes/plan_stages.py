@@ -221,21 +221,22 @@ def _stage_flops(total: int, cuts: Sequence[Candidate], s: int) -> int:
 
 
 def _blocks(graph: Graph, cuts: Sequence[Candidate], s: int) -> tuple[str, ...]:
-    """Returns the outermost module paths whose forward lies in stage s, in order."""
+    """Returns the module paths whose forward lies in stage s, in order, as deep as tells stages apart."""
     start = cuts[s - 1].op if s else 0
     stop = cuts[s].op if s < len(cuts) else len(graph.ops)
-    blocks = [op.block for op in graph.ops[start:stop] if op.region == "forward" and op.block]
-    depth = _split_depth([op.block for op in graph.ops if op.region == "forward" and op.block])
-    short = ["/".join(b.split("/")[: depth + 1]) for b in blocks]
-    return tuple(dict.fromkeys(b for b in short if len(b.split("/")) > depth))
+    forward = [(i, op.block) for i, op in enumerate(graph.ops) if op.region == "forward" and op.block]
+    depth = _split_depth([block for _, block in forward], len(cuts) + 1)
+    short = ["/".join(b.split("/")[: depth + 1]) for i, b in forward if start <= i < stop]
+    names = list(dict.fromkeys(short))
+    return tuple(n for n in names if not any(other.startswith(n + "/") for other in names))
 
 
-def _split_depth(blocks: Sequence[str]) -> int:
-    """Returns the depth at which module paths first differ, so that names are neither all one nor too deep."""
+def _split_depth(blocks: Sequence[str], num_stages: int) -> int:
+    """Returns the least depth at which there are two module paths a stage, or the greatest there is."""
     depth = 0
     while True:
         names = {"/".join(b.split("/")[: depth + 1]) for b in blocks}
         deeper = any(len(b.split("/")) > depth + 1 for b in blocks)
-        if len(names) > 2 or not deeper:
+        if len(names) >= 2 * num_stages or not deeper:
             return depth
         depth += 1

@@ -73,6 +73,8 @@ class Entry:
             raise PlanError("the entry was not compiled")
         placed, feeds = feeder.feed(leaves)
         results = executor.run(feeds)
+        executor.counters.bytes_between_stages += feeder.bytes_between_stages
+        executor.counters.transfers += feeder.transfers
         for ret in self.program.returns:
             if ret.stage is None:
                 results[ret.result] = self._handed_back(ret.result, leaves, placed)

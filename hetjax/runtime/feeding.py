@@ -40,6 +40,7 @@ class Feeder:
             else:
                 self._whole.append((argument, sharding, slots[0]))
         self._slicers: dict[Any, Any] = {}
+        self.bytes_between_stages, self.transfers = _carried(graph, program)
 
     def feed(self, leaves: Sequence[Any]) -> tuple[dict[int, Any], list[tuple[int, Any]]]:
         """Returns the placed leaves by argument (at the first stage that reads each), and the feeds."""
@@ -94,6 +95,19 @@ class Feeder:
                 ]
             )
         return self._slicers[key](leaf)
+
+
+def _carried(graph: Graph, program: Program) -> tuple[int, int]:
+    """Returns bytes and number of state leaves that each step takes to a stage other than their home."""
+    home = {
+        r.updates: ret.stage for r, ret in zip(program.results, program.returns)
+        if r.updates is not None and ret.stage is not None
+    }
+    moved = [
+        graph.avals[graph.inputs[f.argument].ref].nbytes for f in program.feeds
+        if f.argument in home and home[f.argument] != f.stage
+    ]
+    return sum(moved), len(moved)
 
 
 def _plain(const: Any) -> Any:
