@@ -1,0 +1,209 @@
+"""Checks a proof by numbers: runs a step whole and in microbatches, and compares every value.
+
+The proof stands on the rules; this stands on arithmetic alone. It follows the types literally, so a
+wrong rule shows as a value that is not what its type says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hetjax.ir import _jax
+from hetjax.ir.dtypes import is_key
+from hetjax.ir.exporter import export_jaxpr
+from hetjax.ir.graph import Graph, Op, Ref, definitions
+from hetjax.ir.microbatching import BatchType, Microbatching
+
+
+@dataclasses.dataclass(frozen=True)
+class Disagreement:
+    """A value that its type does not describe.
+
+    Attributes:
+      ref: the value.
+      type: its type.
+      primitive: the op that makes it.
+      position: that op's position.
+      error: largest difference, relative to the value's largest element.
+    """
+
+    ref: Ref
+    type: BatchType
+    primitive: str
+    position: int
+    error: float
+
+
+def replay(
+    full: Graph, proof: Microbatching, values: Sequence[Any], tolerance: float = 1e-9
+) -> list[Disagreement]:
+    """Returns the values for which whole and microbatched runs differ.
+
+    Args:
+      full: the step at the whole batch; every op carries its equation.
+      proof: what `prove` returned, without refusal.
+      values: one array per input of `full`; captured arrays may be left out.
+      tolerance: allowed difference, relative to a value's largest element, or to a thousandth of
+        the largest value anywhere where that is more: what should be zero is rounding noise.
+    """
+    inputs = dict(zip((a.ref for a in full.inputs), values)) | dict(full.consts)
+    whole = _run(full.ops, full, inputs)
+    early = _hoisted_values(full, proof, inputs)
+    early_and_inputs = {**inputs, **early}
+    micro_ops = _micro_ops(proof)
+    parts = [
+        _run(micro_ops, proof.graph, _slices(proof, early_and_inputs, m))
+        for m in range(proof.num_microbatches)
+    ]
+    found = _Comparison(full, proof, whole, tolerance)
+    for i, op in enumerate(full.ops):
+        for r in op.outputs:
+            if r in early:
+                found.compare(i, r, early[r])
+            elif proof.types[r].kind != "U":
+                found.compare_parts(i, r, [part[r] for part in parts])
+    # A value that agrees with its type is the whole value: the step level starts from those.
+    step = [op for op in full.ops if any(proof.types[r].kind == "U" for r in op.outputs)]
+    made = {r for op in step for r in op.outputs}
+    late = _run(step, full, {r: v for r, v in {**inputs, **whole}.items() if r not in made})
+    for i, op in enumerate(full.ops):
+        for r in op.outputs:
+            if r in made:
+                found.compare(i, r, late[r])
+    return found.disagreements
+
+
+def _run(ops: Sequence[Op], graph: Graph, env: Mapping[Ref, Any]) -> dict[Ref, Any]:
+    """Returns every value the ops define, and those of `env`."""
+    read = dict.fromkeys(r for op in ops for r in op.refs)
+    made = [r for op in ops for r in op.outputs]
+    defined = set(made)
+    inputs = [r for r in read if r not in defined]
+    closed = export_jaxpr("replay", ops, inputs, made, graph.avals)
+    # Not compiled as a whole: with every value a result, that takes longer than running it.
+    results = _jax.jaxpr_function(closed)(*(env[r] for r in inputs))
+    return {**env, **dict(zip(made, results))}
+
+
+def _hoisted_values(full: Graph, proof: Microbatching, inputs: Mapping[Ref, Any]) -> dict[Ref, Any]:
+    """Computes hoisted values from what may be had before the first microbatch: no parameters."""
+    from hetjax.passes.prover.analysis import is_parameter
+
+    defined, needed, stack = definitions(full), set(), list(proof.hoisted)
+    arguments = {a.ref: a for a in full.inputs}
+    while stack:
+        r = stack.pop()
+        if r in arguments:
+            if is_parameter(arguments[r], full.avals[r]):
+                raise ValueError(f"a hoisted value reads the parameter '{arguments[r].path}'")
+        elif defined[r] not in needed:
+            needed.add(defined[r])
+            stack.extend(full.ops[defined[r]].refs)
+    env = _run([full.ops[i] for i in sorted(needed)], full, inputs)
+    return {r: env[r] for r in proof.hoisted}
+
+
+def _micro_ops(proof: Microbatching) -> list[Op]:
+    """The ops that run per microbatch: all but those hoisted or left until after."""
+    late = {r for r, t in enumerate(proof.types) if t.kind == "U"} | proof.hoisted
+    return [op for op in proof.graph.ops if not late & set(op.outputs)]
+
+
+def _slices(proof: Microbatching, env: Mapping[Ref, Any], m: int) -> dict[Ref, Any]:
+    return {r: _part(v, proof.types[r], m, proof.num_microbatches) for r, v in env.items()}
+
+
+def _part(value: Any, t: BatchType, m: int, num_microbatches: int) -> Any:
+    if t.kind != "B":
+        return value
+    size = value.shape[t.axis] // num_microbatches
+    at = [slice(None)] * len(value.shape)
+    at[t.axis or 0] = slice(m * size, (m + 1) * size)
+    return value[tuple(at)]
+
+
+def _plain(value: Any) -> np.ndarray:
+    import jax
+
+    if hasattr(value, "dtype") and is_key(str(value.dtype)):
+        return np.asarray(jax.random.key_data(value))
+    array = np.asarray(value)
+    return array if array.dtype.kind in "biufc" else array.astype(np.float64)
+
+
+# Values above this are masks, not data.
+_MASK = 1e6
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference; places where both are the same infinity or both NaN do not count."""
+    with np.errstate(invalid="ignore"):
+        same = (a == b) | ((a != a) & (b != b))
+        gap = np.abs(np.where(same, 0, a) - np.where(same, 0, b))
+    gap = np.where(np.isnan(gap), np.inf, gap)
+    return float(np.max(gap, initial=0.0))
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.max(np.abs(array), initial=0.0, where=np.isfinite(array)))
+
+
+@dataclasses.dataclass
+class _Comparison:
+    full: Graph
+    proof: Microbatching
+    whole: Mapping[Ref, Any]
+    tolerance: float
+    disagreements: list[Disagreement] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def floor(self) -> float:
+        """The size below which a value is taken for noise; masks of -1e9 and the like do not count."""
+        sizes = [_largest(_plain(v)) for r, v in self.whole.items() if self.full.avals[r].is_inexact]
+        return 1e-3 * max((s for s in sizes if s < _MASK), default=1e-27)
+
+    @functools.cached_property
+    def positions(self) -> set[Ref]:
+        """Values that count examples within a microbatch: they follow from the shapes alone."""
+        given = {a.ref for a in self.full.inputs}
+        for op in self.full.ops:
+            if any(r in given for r in op.refs) or op.primitive.startswith("random"):
+                given.update(op.outputs)
+        return {r for op in self.full.ops for r in op.outputs if r not in given} - self.proof.hoisted
+
+    def compare_parts(self, position: int, ref: Ref, parts: list[Any]) -> None:
+        """Compares a value's parts with what its type says of the whole value."""
+        t, count, whole = self.proof.types[ref], self.proof.num_microbatches, self.whole[ref]
+        if t.kind == "S":
+            total = np.sum([_plain(p) for p in parts], axis=0)
+            self._check(position, ref, total, whole, t.power, whole)
+        elif t.kind == "B" and ref not in self.positions:
+            for m, part in enumerate(parts):
+                self._check(position, ref, part, _part(whole, t, m, count), t.power, whole)
+        elif t.kind in "RZ":
+            for part in parts:
+                self._check(position, ref, part, whole, t.power, whole)
+
+    def compare(self, position: int, ref: Ref, value: Any) -> None:
+        self._check(position, ref, value, self.whole[ref], 0, self.whole[ref])
+
+    def _check(self, position: int, ref: Ref, got: Any, whole: Any, power: int, scale_of: Any) -> None:
+        a, b = _plain(got), _plain(whole)
+        factor = float(self.proof.num_microbatches) ** power
+        if a.shape != b.shape:
+            error = float("inf")
+        elif a.dtype.kind in "fc" or power:
+            scale = max(_largest(_plain(scale_of)), self.floor)
+            error = _distance(a / factor, b) / scale
+        else:
+            error = 0.0 if np.array_equal(a, b) else float("inf")
+        if error > self.tolerance:
+            op = self.full.ops[position]
+            self.disagreements.append(
+                Disagreement(ref, self.proof.types[ref], op.primitive, position, error)
+            )

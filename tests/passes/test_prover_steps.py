@@ -1,0 +1,198 @@
+"""Whole train steps: which are proved, which are refused, and that numbers agree with the verdict."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetjax.ir.graph import Argument
+from hetjax.passes.prover import explain, prove
+
+BATCH, WIDTH = 8, 4
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def data(seed=0):
+    rng = np.random.default_rng(seed)
+    params = {"a": rng.standard_normal((WIDTH, 6)), "b": rng.standard_normal(6), "c": rng.standard_normal((6, 3))}
+    batch = {
+        "x": rng.standard_normal((BATCH, WIDTH)), "y": rng.standard_normal((BATCH, 3)),
+        "weight": (rng.random((BATCH, 1)) < 0.7).astype(np.float64),
+    }  # fmt: skip
+    return params, batch
+
+
+def model(params, x):
+    return jnp.tanh(x @ params["a"] + params["b"]) @ params["c"]
+
+
+def step_of(loss, tx=None):
+    """A train step as people write it; state is (params, optimizer state, count)."""
+    tx = tx or optax.sgd(0.1)
+
+    def step(state, batch):
+        params, opt, count = state
+        value, grads = jax.value_and_grad(loss)(params, batch, count)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt, count + 1), value
+
+    params, batch = data()
+    return step, (params, tx.init(params), jnp.zeros((), jnp.int32)), batch
+
+
+def mean_loss(p, b, count):
+    return jnp.mean((model(p, b["x"]) - b["y"]) ** 2)
+
+
+def sum_loss(p, b, count):
+    return jnp.sum((model(p, b["x"]) - b["y"]) ** 2)
+
+
+def weighted_loss(p, b, count):
+    error = (model(p, b["x"]) - b["y"]) ** 2
+    return jnp.sum(b["weight"] * error) / jnp.sum(b["weight"])
+
+
+def decayed_loss(p, b, count):
+    return mean_loss(p, b, count) + 0.01 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+
+
+def dropout_loss(p, b, count):
+    h = jnp.tanh(b["x"] @ p["a"] + p["b"])
+    keep = jax.random.bernoulli(jax.random.fold_in(jax.random.key(7), count), 0.6, h.shape)
+    return jnp.mean((jnp.where(keep, h / 0.6, 0) @ p["c"] - b["y"]) ** 2)
+
+
+def tied_loss(p, b, count):
+    h = jnp.tanh(b["x"] @ p["a"] + p["b"])
+    return jnp.mean((h @ p["a"].T - b["x"]) ** 2) + 0 * jnp.sum(p["c"])
+
+
+def batch_norm_loss(p, b, count):
+    h = b["x"] @ p["a"] + p["b"]
+    h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+    return jnp.mean((h @ p["c"] - b["y"]) ** 2)
+
+
+def root_loss(p, b, count):
+    return jnp.sqrt(mean_loss(p, b, count))
+
+
+def contrastive_loss(p, b, count):
+    z = model(p, b["x"])
+    return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))
+
+
+def shuffled_loss(p, b, count):
+    z = model(p, b["x"])
+    order = jax.random.permutation(jax.random.fold_in(jax.random.key(1), count), z.shape[0])
+    return jnp.mean((z - z[order]) ** 2)
+
+
+def normalised_inputs(p, b, count):
+    x = (b["x"] - b["x"].mean(0)) / b["x"].std(0)
+    return jnp.mean((model(p, x) - b["y"]) ** 2)
+
+
+PROVED = [mean_loss, sum_loss, weighted_loss, decayed_loss, dropout_loss, tied_loss, normalised_inputs]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("loss", PROVED, ids=lambda f: f.__name__)
+def test_proved_and_equal_in_numbers(traced, loss):
+    step, state, batch = step_of(loss)
+    run = traced(step, state, batch, roles="state batch", num_microbatches=4, labels=True)
+    assert run.refusal is None
+    assert run.disagreements() == []
+
+
+@pytest.mark.parametrize("tx", [
+    optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda w: w.ndim > 1, p))),
+    optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    optax.MultiSteps(optax.sgd(0.1), 2),
+], ids=["clip+adamw", "adafactor", "multisteps"])  # fmt: skip
+def test_optimizers_run_once_at_step_level(traced, tx):
+    step, state, batch = step_of(mean_loss, tx)
+    run = traced(step, state, batch, roles="state batch", num_microbatches=2, labels=True)
+    assert run.refusal is None
+    assert run.disagreements() == []
+    updates = [op for op in run.full.ops if op.region == "update"]
+    kinds = {run.proof.types[r].kind for op in updates for r in op.outputs}
+    assert kinds <= {"R", "U", "Z"}, "no optimizer op may run per microbatch"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("loss", "words"), [
+    (batch_norm_loss, ["sum or mean over the batch", "reduce_sum"]),
+    (root_loss, ["'sqrt'", "not linear"]),
+    (contrastive_loss, ["every example of the batch with every other"]),
+    (shuffled_loss, ["picks examples of the batch by an index"]),
+], ids=lambda v: getattr(v, "__name__", None))  # fmt: skip
+def test_refused_with_the_reason(traced, loss, words):
+    step, state, batch = step_of(loss)
+    run = traced(step, state, batch, roles="state batch", labels=True)
+    assert run.refusal is not None
+    for word in words:
+        assert word in run.refusal.reason
+    assert "test_prover_steps.py" in run.refusal.source
+    assert run.full.ops[run.refusal.op].primitive
+
+
+@pytest.mark.parametrize("loss", [batch_norm_loss, root_loss, contrastive_loss], ids=lambda f: f.__name__)
+def test_what_is_refused_would_have_been_wrong(loss):
+    """Averaging the microbatches' gradients of the refused losses gives other numbers."""
+    params, batch = data()
+    whole = jax.grad(loss)(params, batch, 0)
+    halves = (jax.tree.map(lambda x: x[:4], batch), jax.tree.map(lambda x: x[4:], batch))
+    parts = [jax.grad(loss)(params, half, 0) for half in halves]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
+    worst = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(mean)))
+    assert worst > 1e-3
+
+
+def test_token_weights_and_dropout_bits_are_hoisted(traced):
+    step, state, batch = step_of(weighted_loss)
+    run = traced(step, state, batch, roles="state batch", labels=True)
+    summary = explain(run.proof, run.full)
+    assert summary.proved and summary.hoisted == 1 and summary.hoisted_bytes == 8
+    step, state, batch = step_of(dropout_loss)
+    run = traced(step, state, batch, roles="state batch", labels=True)
+    hoisted = {run.full.avals[r].shape for r in run.proof.hoisted}
+    assert hoisted == {(BATCH, 6)}
+    assert "proved" in str(explain(run.proof, run.full))
+
+
+def test_structure_that_depends_on_the_batch_size_names_the_first_op(traced):
+    def step(w, x):
+        y = x @ w
+        return jnp.sum(jnp.sin(y) if x.shape[0] > 4 else jnp.cos(y))
+
+    run = traced(step, jnp.ones((WIDTH, 2)), jnp.ones((8, WIDTH)), roles="state batch")
+    assert run.refusal.equation == "sin"
+    assert "structure depends on the batch size" in run.refusal.reason
+    assert "cos" in run.refusal.reason
+
+
+def test_one_microbatch_needs_no_proof(traced):
+    step, state, batch = step_of(batch_norm_loss)
+    run = traced(step, state, batch, roles="state batch", num_microbatches=1, labels=True)
+    assert run.refusal is None and run.proof.num_microbatches == 1
+
+
+def test_inputs_that_do_not_divide_are_named(traced):
+    with pytest.raises(AssertionError):  # the control: the same leaf divided evenly is fine
+        assert traced(lambda w, x: jnp.sum(x @ w), jnp.ones((4, 2)), jnp.ones((8, 4)), roles="state batch").refusal
+    from hetjax.ir.importer import import_jaxpr
+
+    def graph(n):
+        closed = jax.make_jaxpr(lambda x: x.sum())(jnp.ones((n,)))
+        return import_jaxpr(closed, name="f", arguments=[Argument(0, "batch/x", "batch", 0)])
+
+    proof = prove(graph(9), graph(4), 2, strict=True)
+    assert "batch/x" in proof.refusal.reason
