@@ -368,7 +368,8 @@ def with_step_tasks(tasks: Sequence[Sequence[Task]], costs: PipelineCosts) -> tu
     """Returns the lists with each stage's `sync` and `update` where they first can go.
 
     A stage's sync follows its last backward, so that it overlaps what the other stages still run;
-    updates come at the end of a device's list, in the order in which their syncs were posted.
+    updates come at the end of a device's list, in the order in which their syncs were posted. A stage
+    whose sync and update take no time gets neither.
     """
     out = []
     for items in tasks:
@@ -379,6 +380,8 @@ def with_step_tasks(tasks: Sequence[Sequence[Task]], costs: PipelineCosts) -> tu
             new.append(task)
             if i in done and costs.sync_s[done[i]]:
                 new.append(Task("sync", done[i]))
-        new += [Task("update", stage) for stage in sorted(last, key=lambda s: last[s])]
+        new += [
+            Task("update", stage) for stage in sorted(last, key=lambda s: last[s])
+            if costs.sync_s[stage] or costs.update_s[stage]]
         out.append(tuple(new))
     return tuple(out)

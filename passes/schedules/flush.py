@@ -1,15 +1,15 @@
 """GPipe, 1F1B and eager 1F1B: the plain schedules, which ignore what a link costs.
 
-Three stages, four microbatches, backward twice as long as forward, no link time; a digit is a forward,
-the same digit twice in brackets its backward:
+Three stages, four microbatches, backward twice as long as forward, no link time. A column is one forward's
+time; a digit is the forward of that microbatch, a letter its backward (a for 0, b for 1), a dot idle:
 
-    gpipe   s0  0 1 2 3 . . . . . . . . . . [0 0][1 1][2 2][3 3]
-            s1  . 0 1 2 3 . . . . . . . [0 0][1 1][2 2][3 3] . .
-            s2  . . 0 1 2 3 . . . . [0 0][1 1][2 2][3 3] . . . .
+    gpipe   s0  0123......aabbccdd
+            s1  .0123...aabbccdd..
+            s2  ..0123aabbccdd....
 
-    1f1b    s0  0 1 2 . . . . . [0 0] 3 . . [1 1] . [2 2] . [3 3]
-            s1  . 0 1 . . . [0 0] 2 . [1 1] 3 [2 2] . [3 3]
-            s2  . . 0 [0 0] 1 [1 1] 2 [2 2] 3 [3 3]
+    1f1b    s0  012....aa3bb.cc.dd
+            s1  .01..aa2bb3cc.dd..
+            s2  ..0aa1bb2cc3dd....
 
 Both take (stages - 1)(F + B) longer than the work of one stage when all stages are alike. GPipe holds
 all M activations on every stage; 1F1B holds stages - s of them on stage s.
@@ -65,9 +65,13 @@ def stage_list(stage: int, warmup: int, num_microbatches: int) -> tuple[Task, ..
 def eager_1f1b(costs: PipelineCosts) -> TaskLists:
     """Returns eager 1F1B: 2 (stages - s) - 1 warm-ups, which is one virtual stage on every link.
 
-    Three stages and a link as long as a forward: stage 0 has 5 microbatches under way instead of 3, so
-    that their way there and back is hidden. It spends that memory on every link, slow or not, and no
-    more on a slower one.
+    With links of one forward's time in the pipeline above, it takes 22 where 1F1B takes 26:
+
+        s0  0123.......aa.bb.cc.dd
+        s1  ..012...aa3bb.cc.dd...
+        s2  ....0aa1bb2cc3dd......
+
+    It spends this memory on every link, slow or not, and no more on a slower one.
     """
     stages = costs.num_stages
     return warmup_lists(costs, tuple(2 * (stages - s) - 1 for s in range(stages)))

@@ -1,13 +1,18 @@
 """Interleaved 1F1B: several stages per device, in a loop, so that filling and draining take less.
 
-Two devices, two chunks each (stages 0 and 2 on device 0, 1 and 3 on device 1), four microbatches; a
-capital letter is the second chunk's stage, A/a is microbatch 0, B/b is 1, ... forwards only:
+Two devices, two chunks each (stages 0 and 2 on device 0, 1 and 3 on device 1), four microbatches; a digit
+is a forward of that microbatch in either chunk, a letter a backward:
 
-    device 0   a b A B c d C D      microbatches go in groups of as many as there are devices
-    device 1   . a b A B c d C D    through chunk 0, then the same group through chunk 1
+    1f1b               s0  01..aa2bb3cc.dd                  (a column is two of those below)
+                       s1  .0aa1bb2cc3dd..
 
-With v chunks the bubble is (devices - 1)(F + B) / v, for v times as many transfers and more activations:
-device d runs 2 (devices - d - 1) + (v - 1) devices chunk forwards before the first backward.
+    interleaved-1f1b   s0  01012.aa3bb2aa3bb.cc.ddccdd
+                       s1  .010aa1bb2aa3bb2cc3ddccdd..
+
+Microbatches go in groups of as many as there are devices: one group through chunk 0, then the same group
+through chunk 1, then the next group. With v chunks the bubble is (devices - 1)(F + B) / v, for v times
+as many transfers and more activations: device d runs 2 (devices - d - 1) + (v - 1) devices forwards of
+chunks, and then one forward and one backward in turn.
 
 Source: Narayanan et al. 2021, section 2.2 (which asks that microbatches divide by devices; so do we).
 """

@@ -1,13 +1,20 @@
 """Virtual-1F1B: a slow link counts as stages that hold microbatches but no device.
 
-Four stages, F = 1, B = 2, a link of 3 in the middle, 8 microbatches. 1F1B stands still for the whole
-way there and back every four microbatches (57); with one more virtual stage either way for the link,
-warm-ups 6, 5, 2, 1 instead of 4, 3, 2, 1, the step takes 39, which no order can beat:
+Four stages, F = 1, B = 2, a link of 3 in the middle, 8 microbatches (a digit is a forward, a letter a
+backward). 1F1B stands still for the way there and back every few microbatches, and takes 57:
 
-    s0  0 1 2 3 4 5 . . . . . . . . . . [0 0] 6 [1 1] 7 [2 2] . [3 3] . [4 4] . [5 5] . [6 6] . [7 7]
-    s1  . 0 1 2 3 4 . . . . . . . . [0 0] 5 [1 1] 6 [2 2] 7 [3 3] . [4 4] . [5 5] . [6 6] . [7 7]
-    s2  . . . . . 0 1 . . [0 0] 2 [1 1] 3 [2 2] 4 [3 3] 5 [4 4] 6 [5 5] 7 [6 6] . [7 7]
-    s3  . . . . . . 0 [0 0] 1 [1 1] 2 [2 2] 3 [3 3] 4 [4 4] 5 [5 5] 6 [6 6] 7 [7 7]
+    1f1b           s0  0123............aa4bb5......cc6dd7......ee.ff.......gg.hh
+                   s1  .012..........aa3bb4......cc5dd6......ee7ff.......gg.hh..
+                   s2  .....01..aa2bb......3cc4dd......5ee6ff......7gg.hh.......
+                   s3  ......0aa1bb2cc......3dd4ee......5ff6gg......7hh.........
+
+With two more warm-ups on the stages before the link (the link's way there and back is 6, a stage's F + B
+is 3), 6, 5, 2, 1 instead of 4, 3, 2, 1, the step takes 39, which no order can beat:
+
+    virtual-1f1b   s0  012345..........aa6bb7cc.dd.ee.ff.gg.hh
+                   s1  .01234........aa5bb6cc7dd.ee.ff.gg.hh..
+                   s2  .....01..aa2bb3cc4dd5ee6ff7gg.hh.......
+                   s3  ......0aa1bb2cc3dd4ee5ff6gg7hh.........
 
 How the order is found, each step only if the ones before leave a gap to the lower bound:
 

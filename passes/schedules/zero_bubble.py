@@ -1,25 +1,33 @@
 """ZB-H1, ZB-H2 and ZB-V: the backward in two halves, so that weight gradients fill the drain.
 
 Only the input gradient I is waited for upstream; the weight gradient W may come later. Three stages,
-four microbatches, F = I = W = 1 (a digit is a forward, i and w the halves of its backward):
+four microbatches, F = I = W = 1; a digit is a forward, a small letter I (in 1f1b: I and W as one), a
+capital W, a dot idle:
 
-    1f1b    s0  0 1 2 . . . . [0 0] 3 [1 1] . . .        bubble (stages - 1)(F + B)
-    zb-h1   s0  0 1 2 . . i0 w0 3 i1 w1 i2 w2 i3 w3      bubble (stages - 1)(F + I - W)
-            s1  . 0 1 . i0 2 . i1 w0 3 i2 w1 i3 w2 w3
-            s2  . . 0 i0 1 i1 2 i2 w0 3 i3 w1 w2 w3
+    1f1b    s0  012....aa3bb.cc.dd      bubble (stages - 1)(F + B)
+            s1  .01..aa2bb3cc.dd..
+            s2  ..0aa1bb2cc3dd....
+
+    zb-h1   s0  012..aA3bBcCdD          bubble (stages - 1)(F + I - W)
+            s1  .01.a2bA3cBdCD
+            s2  ..0a1b2cA3dBCD
+
+    zb-h2   s0  0123.aAbBcCdD.          nothing idle inside a device's step once it is long enough
+            s1  .012a3b.cAdBCD
+            s2  ..0a1b2c3dABCD
 
 Stage s runs its W `s` microbatches behind its I in ZB-H1, so that no stage holds more activations than
 stage 0 of 1F1B does. ZB-H2 spends 2 stages - 1 of them on every stage: 2 (stages - s) - 1 warm-ups and W
-2s behind. That leaves no gap between a device's first and last task when F = I = W; within one step the
-last stage still starts late and stage 0 ends early, so it pays where the next step's forwards may start
-on stages that have updated.
+2s behind. Within one step the last stage still starts late and stage 0 ends early, so it pays only where
+the next step's forwards may start on stages that have updated.
 
 ZB-V gives each device two stages, the second half of the model in reverse, so that the last stage is on
 device 0 and its backward can start there at once. No device holds more than 1F1B's stage 0 (two half
-activations for each device), and for F = I = W hardly a gap is left. Two devices, one microbatch:
+activations for each device), and for F = I = W hardly a gap is left. Two devices, four microbatches, both
+stages of a device by the same signs:
 
-    device 0   F0 .  .  F3 I3 W3 .  .  I0 W0
-    device 1   .  F1 F2 .  .  I2 I1 W2 W1
+    zb-v    s0  0120aA1abABb32cBCcC3dD.dD
+            s1  .0011aaAAbb22BBcc33CCddDD
 
 Sources: zero bubble pipeline parallelism (Qi et al. 2024) for ZB-H1 and ZB-H2; pipeline parallelism with
 controllable memory (Qi et al. 2024) for the V placement. ZB-V's order is found by list scheduling here,
