@@ -10,6 +10,7 @@ The random pipelines are those of `hetjax.passes.schedules.samples.random_pipeli
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ from hetjax.passes.bounds import lower_bound
 from hetjax.passes.schedules import PipelineCosts, check_schedule, peak_in_flight, schedule
 from hetjax.passes.schedules.flush import warmups_1f1b
 from hetjax.passes.schedules.samples import GOLDEN, budget_1f1b, random_pipeline
+from hetjax.passes.schedules.virtual import virtual_quick_s
 from hetjax.passes.simulator import simulate
 from hetjax.passes.simulator_fast import encode, makespan_of, makespan_s
 
@@ -134,9 +136,12 @@ def simulator_speed(seconds: float) -> list[Figure]:
     tasks = rate(lambda: makespan_s(lists, costs), seconds)
     again = rate(lambda: makespan_of(encoded, table), seconds)
     events = rate(lambda: simulate(lists, costs), seconds)
+    fresh = itertools.count()
+    plans = rate(lambda: virtual_quick_s(costs.replace(update_s=(next(fresh) * 1e-9,) * 8)), seconds)
     return [
         figure("quick path from task lists", tasks, "evaluations/s", ">= 2000", tasks >= 2000),
         figure("quick path, lists encoded before", again, "evaluations/s", ">= 2000", again >= 2000),
+        figure("a new plan from its numbers to seconds, formula warm-ups", plans, "evaluations/s", ">= 2000", plans >= 2000),
         figure("event simulator with its whole timeline", events, "evaluations/s", "", True),
         figure("quick path equal to the event simulator to the last bit", float(equal), "bool", "1", equal),
     ]

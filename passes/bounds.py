@@ -57,6 +57,8 @@ class Bounds:
       memory_s: the recursion with the limits of the costs; equal to window_s where there are none.
       sync_s: the bounds above without synchronisation and optimizer cost this much less, at most.
       lower_s: the largest.
+      devices_s: the stage bound of each device.
+      lines_s: (line, link bound) pairs, slowest first.
     """
 
     chain_s: float
@@ -66,6 +68,19 @@ class Bounds:
     memory_s: float
     sync_s: float
     lower_s: float
+    devices_s: tuple[float, ...]
+    lines_s: tuple[tuple[str, float], ...]
+
+    @property
+    def binding(self) -> str:
+        """Returns which bound is the largest, in words; the plainest of equal ones."""
+        if self.chain_s >= self.lower_s:
+            return "one microbatch all the way"
+        if self.stage_s >= self.lower_s:
+            return f"the work of device {self.devices_s.index(self.stage_s)}"
+        if self.link_s >= self.lower_s:
+            return f"line {self.lines_s[0][0]}"
+        return "the memory limit" if self.memory_s > self.window_s else "stages and links together"
 
 
 def lower_bound(costs: PipelineCosts, *, split: bool = False) -> Bounds:
@@ -76,13 +91,12 @@ def lower_bound(costs: PipelineCosts, *, split: bool = False) -> Bounds:
       split: whether backwards may be run as I and W, which frees the upstream stages earlier.
     """
     plain = costs.replace(sync_s=(), update_s=()) if any(costs.sync_s) or any(costs.update_s) else costs
-    without = max(_all(plain, split))
-    chain, stage, link, window, memory = _all(costs, split)
-    lower = max(chain, stage, link, window, memory)
-    return Bounds(chain, stage, link, window, memory, lower - without, lower)
+    found = _all(costs, split)
+    without = found if plain is costs else _all(plain, split)
+    return dataclasses.replace(found, sync_s=found.lower_s - without.lower_s)
 
 
-def _all(costs: PipelineCosts, split: bool) -> tuple[float, float, float, float, float]:
+def _all(costs: PipelineCosts, split: bool) -> Bounds:
     stages, m = costs.num_stages, costs.num_microbatches
     fwd, link = costs.forward_s, _link_s(costs)
     bwd = costs.input_s if split else costs.backward_s
@@ -96,25 +110,28 @@ def _all(costs: PipelineCosts, split: bool) -> tuple[float, float, float, float,
             own = max(own, link[s - 1] + bwd[s - 1] + tail[s - 1])
         tail[s] = own
     chain = head[-1] + fwd[-1] + bwd[-1] + tail[-1]
-    stage = 0.0
+    devices = []
     for d in range(costs.num_devices):
         here = costs.stages_of(d)
         work = sum(m * (fwd[s] + bwd[s]) for s in here)
         whole = work + sum(m * weight[s] + costs.update_s[s] for s in here)
-        stage = max(stage, head[here[0]] + max(work + min(tail[s] for s in here), whole))
+        devices.append(head[here[0]] + max(work + min(tail[s] for s in here), whole))
     window = _recursion(costs, fwd, bwd, weight, None, head, tail)
     memory = window
     if costs.max_in_flight is not None:
         memory = _recursion(costs, fwd, bwd, weight, costs.max_in_flight, head, tail)
-    return chain, stage, _lines(costs, fwd, bwd, head, tail), window, memory
+    lines = _lines(costs, fwd, bwd, head, tail)
+    stage, link = max(devices), max((t for _, t in lines), default=0.0)
+    lower = max(chain, stage, link, window, memory)
+    return Bounds(chain, stage, link, window, memory, 0.0, lower, tuple(devices), lines)
 
 
 def _link_s(costs: PipelineCosts) -> tuple[float, ...]:
     return tuple(c if costs.crosses(b) else 0.0 for b, c in enumerate(costs.link_s))
 
 
-def _lines(costs: PipelineCosts, fwd, bwd, head, tail) -> float:
-    """Returns the bound of the busiest line: what comes before, all it carries, what must follow."""
+def _lines(costs: PipelineCosts, fwd, bwd, head, tail) -> tuple[tuple[str, float], ...]:
+    """Returns each line's bound: what comes before, all it carries, what must follow."""
     m, stages = costs.num_microbatches, costs.num_stages
     link = _link_s(costs)
     # There and back from the arrival at stage s, for one microbatch.
@@ -130,9 +147,10 @@ def _lines(costs: PipelineCosts, fwd, bwd, head, tail) -> float:
             users.setdefault(name, []).append((start, m * ser, lat + inner[b + 1] + ser + lat + end))
         for name in costs.route(b, 1):
             users.setdefault(name, []).append((start + ser + lat + inner[b + 1], m * ser, lat + end))
-    return max((
-        min(u[0] for u in found) + sum(u[1] for u in found) + min(u[2] for u in found)
-        for found in users.values()), default=0.0)
+    found = {
+        name: min(u[0] for u in uses) + sum(u[1] for u in uses) + min(u[2] for u in uses)
+        for name, uses in users.items()}
+    return tuple(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _between(before: list[float], inner: list[float], after: list[float]) -> list[float]:

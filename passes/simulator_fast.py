@@ -238,6 +238,67 @@ def makespan_of(lists: OpLists, table: Tables) -> float | None:
     return None if ends is None else max(ends)
 
 
+def warmup_ops(table: Tables, warmups: Sequence[int]) -> OpLists:
+    """Returns the 1F1B pattern with the given warm-ups as numbers; `flush.warmup_lists`, quicker.
+
+    Args:
+      table: one stage per device, whole backwards.
+      warmups: forwards before the first backward, per stage; more than M counts as M.
+    """
+    m, stages = table.costs.num_microbatches, table.costs.num_stages
+    lists = []
+    for s, k in enumerate(warmups):
+        k = min(k, m)
+        forwards, backwards = range(s * m, (s + 1) * m), range((stages + s) * m, (stages + s + 1) * m)
+        items = [*forwards[:k], *backwards] + [0] * (m - k)
+        items[k:2 * m - k:2] = backwards[:m - k]
+        items[k + 1:2 * m - k:2] = forwards[k:]
+        items[2 * m - k:] = backwards[m - k:]
+        lists.append(items)
+    return lists
+
+
+def finish_s(ends: Sequence[float], costs: PipelineCosts) -> float:
+    """Returns when the last device has synchronised and updated after its last backward.
+
+    Exact with one stage per device. With several, the first stage's backward is taken to end last.
+
+    Args:
+      ends: when each device ends its last backward.
+      costs: the pipeline.
+    """
+    if not any(costs.sync_s) and not any(costs.update_s):
+        return max(ends)
+    return max(
+        ends[d] + costs.sync_s[here[0]] + sum(costs.update_s[s] for s in here)
+        for d, here in enumerate(map(costs.stages_of, range(costs.num_devices))))
+
+
+def step_s(tasks: Sequence[Sequence[Task]], costs: PipelineCosts) -> float:
+    """Returns the makespan with synchronisation and optimizer, as far as there are any.
+
+    It is `simulate(with_step_tasks(tasks, costs), costs).makespan_s`, quicker, with one stage per device;
+    with several stages per device it is that call where anything is owed at all.
+
+    Args:
+      tasks: per device; F, B, I and W only, checked by `check_schedule`.
+      costs: their numbers.
+
+    Raises:
+      VerifyError: the lists deadlock or hold other kinds of task.
+    """
+    if not any(costs.sync_s) and not any(costs.update_s):
+        return makespan_s(tasks, costs)
+    if costs.placement != "line":
+        from hetjax.passes.simulator import simulate, with_step_tasks
+
+        return simulate(with_step_tasks(tasks, costs), costs).makespan_s
+    ends = ends_of(*encode(tasks, costs))
+    if ends is None:
+        return makespan_s(tasks, costs)  # which says what is wrong
+    return finish_s(ends, costs)
+
+
 def makespan_s(tasks: Sequence[Sequence[Task]], costs: PipelineCosts) -> float:
     """Returns the makespan of checked lists of compute tasks: `simulate(...).makespan_s`, quicker.
 

@@ -114,13 +114,12 @@ def _headline(facts: dict[str, Any]) -> str:
     chosen = f" ({facts['chosen']})" if facts["chosen"] != facts["schedule"] else ""
     return (
         f"{facts['schedule']}{chosen}: makespan {facts['makespan']:.6g}, lower bound"
-        f" {facts['lower_bound']:.6g} (efficiency {facts['efficiency']:.3f}), bubble {facts['bubble']:.3f}")
+        f" {facts['lower_bound']:.6g} by {facts['bounds']['binding']} (efficiency"
+        f" {facts['efficiency']:.3f}), bubble {facts['bubble']:.3f}")
 
 
 def _make(name: str, costs: Any, chunks: int | None) -> tuple[dict[str, Any], Any]:
     """Returns what is known about the schedule, and its timeline."""
-    import dataclasses
-
     from hetjax.passes.bounds import lower_bound
     from hetjax.passes.schedules import check_schedule, schedule_info, split_stages
     from hetjax.passes.schedules import schedule as make
@@ -148,7 +147,10 @@ def _make(name: str, costs: Any, chunks: int | None) -> tuple[dict[str, Any], An
     facts = {
         "ok": True, "schedule": name, "chosen": chosen, "makespan": timeline.makespan_s,
         "lower_bound": bounds.lower_s,
-        "bounds": {k.removesuffix("_s"): v for k, v in dataclasses.asdict(bounds).items()},
+        "bounds": {
+            "chain": bounds.chain_s, "stage": bounds.stage_s, "link": bounds.link_s, "window": bounds.window_s,
+            "memory": bounds.memory_s, "sync": bounds.sync_s, "per_device": list(bounds.devices_s),
+            "per_line": dict(bounds.lines_s), "binding": bounds.binding},
         "efficiency": bounds.lower_s / timeline.makespan_s if timeline.makespan_s else 1.0,
         "bubble": timeline.bubble, "bubble_within": timeline.bubble_within,
         "exposed_comm": list(timeline.exposed_comm_s), "peak_in_flight": peak,

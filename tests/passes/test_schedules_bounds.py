@@ -81,6 +81,19 @@ def test_memory_bound_by_hand():
     assert makespan_s(schedule("virtual-1f1b", costs), costs) == 70
 
 
+def test_what_binds_is_named():
+    costs = PipelineCosts((1.0, 2.0, 1.0), (2.0, 4.0, 2.0), 8, (0.0, 1.0), (0.0, 1.0))
+    bound = lower_bound(costs)
+    assert bound.binding == "the work of device 1"
+    assert bound.devices_s == (24.0, 51.0, 5 + 24 + 8)
+    assert lower_bound(costs.replace(serialisation_s=(0.0, 9.0))).binding == "line 1>2"
+    assert lower_bound(costs.replace(num_microbatches=1)).binding == "one microbatch all the way"
+    assert lower_bound(costs.replace(max_in_flight=(1, 1, 1))).binding == "the memory limit"
+    line, time = lower_bound(costs).lines_s[0]
+    # F0 F1, eight transfers, then there and back for the last: latency, F2 B2, the way back, B1 B0.
+    assert (line, time) == ("1>2", 3 + 8 + 1 + 3 + 2 + 6)
+
+
 def test_sync_and_update_count():
     costs = PipelineCosts((1.0,) * 3, (2.0,) * 3, 8, sync_s=(9.0, 0.0, 0.0), update_s=(1.0, 1.0, 1.0))
     bound = lower_bound(costs)

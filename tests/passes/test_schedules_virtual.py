@@ -17,9 +17,9 @@ from hetjax.passes.schedules import (
 )
 from hetjax.passes.schedules.auto import choose
 from hetjax.passes.schedules.samples import GOLDEN, budget_1f1b, random_pipeline
-from hetjax.passes.schedules.virtual import virtual_quick, virtual_warmups
-from hetjax.passes.simulator import simulate
-from hetjax.passes.simulator_fast import makespan_s
+from hetjax.passes.schedules.virtual import virtual_quick, virtual_quick_s, virtual_warmups
+from hetjax.passes.simulator import simulate, with_step_tasks
+from hetjax.passes.simulator_fast import makespan_s, step_s
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c.name)
@@ -37,6 +37,18 @@ def test_warmups_by_hand():
     assert virtual_warmups(GOLDEN[0].costs) == (4, 3, 2, 1)
     assert virtual_warmups(GOLDEN[7].costs) == (12, 11, 8, 7, 6, 3, 2, 1)
     assert makespan_s(virtual_quick(GOLDEN[7].costs), GOLDEN[7].costs) == 129
+
+
+def test_quick_estimate_is_the_simulated_time():
+    rng = random.Random(12)
+    for _ in range(20):
+        costs = random_pipeline(rng)
+        costs = costs.replace(
+            sync_s=tuple(rng.choice((0.0, 5.0)) for _ in costs.forward_s), update_s=tuple(rng.random() for _ in costs.forward_s))
+        lists = virtual_quick(costs)
+        expected = simulate(with_step_tasks(lists, costs), costs).makespan_s
+        assert step_s(lists, costs) == expected
+        assert virtual_quick_s(costs) == (expected, virtual_warmups(costs))
 
 
 @pytest.mark.parametrize("more", [None, 2], ids=["unlimited", "1f1b-plus-2"])
