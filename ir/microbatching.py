@@ -62,6 +62,9 @@ class Microbatching:
       types: one `BatchType` per ref.
       hoisted: refs of values that do not depend on parameters and are computed once, at full batch,
         and then sliced (kind B) or used whole (kind R).
+      positions: refs that number the examples within a microbatch, from 0, for indexing into it. Of
+        kind B, but no slices of the full value: they are never joined, and what runs at full batch
+        reads them only where the full graph alone makes them.
       refusal: None when proved (or accepted), else the first reason found.
       accepted: True when the user chose `per_microbatch` semantics over a refusal.
     """
@@ -70,5 +73,6 @@ class Microbatching:
     graph: Graph
     types: tuple[BatchType, ...]
     hoisted: frozenset[Ref] = frozenset()
+    positions: frozenset[Ref] = frozenset()
     refusal: Refusal | None = None
     accepted: bool = False

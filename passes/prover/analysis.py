@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import hetjax.passes.prover.rules  # noqa: F401  (registers them)
-from hetjax.ir.graph import Argument, Aval, Graph, Op, Ref
+from hetjax.ir.graph import Argument, Aval, Graph, Op, Ref, definitions
 from hetjax.ir.microbatching import BatchType, Microbatching, Refusal
 from hetjax.passes.one_microbatch import one_microbatch
 from hetjax.passes.prover.batch_types import (
@@ -103,6 +103,7 @@ class _Walk:
       wanted_whole: `whole`, and what this pass found.
       cause: for each ref of type U or S, the op and the reason it became so.
       refusal: the first op that stops the proof.
+      defined: position of the op that defines each ref.
     """
 
     full: Graph
@@ -116,10 +117,12 @@ class _Walk:
     wanted_whole: set[Ref] = dataclasses.field(default_factory=set)
     cause: dict[Ref, tuple[int, Untypable]] = dataclasses.field(default_factory=dict)
     refusal: Refusal | None = None
+    defined: dict[Ref, int] = dataclasses.field(default_factory=dict)
 
     def run(self, inputs: dict[Ref, Type]) -> None:
         full, pair = self.full, self.pair
         self.types.update(inputs)
+        self.defined = definitions(full)
         self.parametric.update(a.ref for a in full.inputs if is_parameter(a, full.avals[a.ref]))
         guarded, has_gradient = _guarded(full, self.parametric)
         typer = Typer(self.num_microbatches, self.strict)
@@ -158,6 +161,9 @@ class _Walk:
                 for r, t in zip(op.outputs, outs):
                     if t.kind == "S":
                         self.cause[r] = self._sum_origin(i, op, refs)
+        for result in full.outputs:
+            if isinstance(result.atom, int):
+                self._join(result.atom)
 
     def _type(self, typer: Typer, line, ins: list[Type]) -> list[Type]:
         avals, micro = self.pair.avals, self.pair.micro_avals
@@ -191,9 +197,23 @@ class _Walk:
         if guarded and ("B" in kinds or "I" in kinds) and self.refusal is None:
             at, error = why
             self.refusal = refusal_at(self.full, at, error, reader=None if at == i else i)
+        for r in op.refs:
+            self._join(r)
         for r in op.outputs:
             self.types[r] = STEP_LEVEL
             self.cause[r] = why
+
+    def _join(self, ref: Ref) -> None:
+        """Notes that a value is needed whole: positions that depend on parameters cannot be."""
+        stack = [ref]
+        while stack:
+            r = stack.pop()
+            if not isinstance(self.types[r], Index):
+                continue
+            if r in self.parametric:
+                stack.extend(self.full.ops[self.defined[r]].refs)
+            elif r != ref:
+                self.wanted_whole.add(r)
 
     def _cause_of(self, refs: tuple[Ref, ...], kind: str) -> tuple[int, Untypable]:
         return next(self.cause[r] for r in refs if self.types[r].kind == kind and r in self.cause)
@@ -212,18 +232,19 @@ class _Walk:
         return i, Untypable("a sum or mean over the batch is used with single examples of the same batch")
 
     def result(self, micro: Graph) -> Microbatching:
-        final = []
+        final, positions = [], set()
         for r, (aval, small) in enumerate(zip(self.pair.avals, self.pair.micro_avals)):
             t = self.types[r]
             if isinstance(t, Index):
-                # Run at either size it gives the positions of that size, which is what its readers want.
                 t = BatchType("B", 0, t.axis)
+                positions.add(r)
             elif t.kind == "Z" and aval.shape != small.shape:
                 t = BatchType("B", 0, batch_axis(aval.shape, small.shape, self.num_microbatches))
             assert isinstance(t, BatchType)
             final.append(t)
         return Microbatching(
-            self.num_microbatches, micro, tuple(final), frozenset(self.hoisted), self.refusal
+            self.num_microbatches, micro, tuple(final), frozenset(self.hoisted),
+            frozenset(positions), self.refusal,
         )
 
 

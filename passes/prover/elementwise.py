@@ -79,6 +79,15 @@ def identity(site: Site) -> list[Type]:
     ]
 
 
+@rule("bitcast_convert_type")
+def bitcast_convert_type(site: Site) -> list[Type]:
+    no_sums(site.types, "reinterpreting")
+    no_powers(site.types, "reinterpreting")
+    t = site.resolved(0)
+    # Another width adds or drops a last axis, which leaves the batch axis where it was.
+    return [site.like(t, t.axis)]
+
+
 @rule("convert_element_type", index_aware=True)
 def convert_element_type(site: Site) -> list[Type]:
     (t,), old, new = site.types, site.ins[0], site.outs[0]

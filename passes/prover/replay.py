@@ -167,22 +167,13 @@ class _Comparison:
         sizes = [_largest(_plain(v)) for r, v in self.whole.items() if self.full.avals[r].is_inexact]
         return 1e-3 * max((s for s in sizes if s < _MASK), default=1e-27)
 
-    @functools.cached_property
-    def positions(self) -> set[Ref]:
-        """Values that count examples within a microbatch: they follow from the shapes alone."""
-        given = {a.ref for a in self.full.inputs}
-        for op in self.full.ops:
-            if any(r in given for r in op.refs) or op.primitive.startswith("random"):
-                given.update(op.outputs)
-        return {r for op in self.full.ops for r in op.outputs if r not in given} - self.proof.hoisted
-
     def compare_parts(self, position: int, ref: Ref, parts: list[Any]) -> None:
         """Compares a value's parts with what its type says of the whole value."""
         t, count, whole = self.proof.types[ref], self.proof.num_microbatches, self.whole[ref]
         if t.kind == "S":
             total = np.sum([_plain(p) for p in parts], axis=0)
             self._check(position, ref, total, whole, t.power, whole)
-        elif t.kind == "B" and ref not in self.positions:
+        elif t.kind == "B" and ref not in self.proof.positions:
             for m, part in enumerate(parts):
                 self._check(position, ref, part, _part(whole, t, m, count), t.power, whole)
         elif t.kind in "RZ":
