@@ -255,6 +255,46 @@ def test_a_proof_is_never_wrong(traced):
     assert min(verdicts[k] for k in ("refused", "with sums", "with hoisted values", "at step level")) > 10, verdicts
 
 
+# Rules as a careless author would write them.
+WRONG = {
+    "reduce_max": lambda site: [site.like(BatchType("S"))] if site.types[0].axis in site.params["axes"] else RIGHT["reduce_max"](site),
+    "mul": lambda site: [BatchType(t.kind, 0, t.axis) for t in RIGHT["mul"](site)],
+    "reshape": lambda site: [BatchType("B", 0, site.out_axis()) if site.types[0].kind == "B" else RIGHT["reshape"](site)[0]],
+    "sort": lambda site: [site.like(t, site.in_axis(0), k) for k, t in enumerate(site.types)],
+    "random_bits": lambda site: [BatchType("R" if site.out_axis() is None else "B", 0, site.out_axis())],
+    "iota": lambda site: [BatchType("R" if site.out_axis() is None else "B", 0, site.out_axis())],
+}  # fmt: skip
+RIGHT = {name: RULES[name].rule for name in WRONG}
+
+
+@pytest.fixture(params=WRONG)
+def wrong_rule(request):
+    kept = RULES[request.param]
+    RULES[request.param] = dataclasses.replace(kept, rule=WRONG[request.param])
+    yield request.param
+    RULES[request.param] = kept
+
+
+def test_replay_tells_a_wrong_rule(traced, wrong_rule):
+    """The control: numbers, not rules, decide."""
+    steps = {
+        "reduce_max": lambda w, x: (x @ w).max(0), "mul": lambda w, x: (x @ w / x.shape[0]) * w[0],
+        "reshape": lambda w, x: (x @ w).T.reshape(-1), "sort": lambda w, x: jnp.sort(x @ w, 0),
+        "random_bits": lambda w, x: x @ w + jax.random.uniform(jax.random.key(0), x.shape),
+        "iota": lambda w, x: (x @ w) * jnp.arange(x.shape[0])[:, None],
+    }  # fmt: skip
+    with jax.enable_x64(True):
+        params, batch, _ = data(8)
+        run = traced(steps[wrong_rule], params[0], batch["x"], roles="state batch")
+        assert run.refusal is None and run.disagreements(), "the replay would have let it pass"
+
+
+@pytest.mark.nightly
+def test_the_search_finds_a_wrong_rule(traced, wrong_rule):
+    with pytest.raises(AssertionError, match="Disagreement"):
+        search(traced, 1000, derandomize=True)
+
+
 @pytest.mark.nightly
 def test_a_proof_is_never_wrong_in_a_long_search(traced):
     verdicts = search(traced, 5000, derandomize=False)
