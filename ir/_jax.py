@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax._src import core as _core  # DropVar and effects; jax.extend.core has no constructor for the first
 from jax._src import source_info_util as _siu  # user's file:line and the name stack of an equation
+from jax._src.interpreters import mlir as _mlir  # lowering rules: the only table of primitives by name
 from jax._src.literals import TypedNdArray as _TypedNdArray  # what a jaxpr literal holds since jax 0.8
 from jax.extend import core as jex
 from jax.interpreters import partial_eval as _pe  # dce_jaxpr: the only public-ish dead code elimination
@@ -154,3 +155,55 @@ def key_aval(dtype: str, shape: tuple[int, ...]) -> Any:
         if key.dtype.name == dtype:
             return _core.ShapedArray(shape, key.dtype)
     raise TypeError(f"no PRNG implementation of JAX has the key type {dtype!r}")
+
+
+def primitive_named(name: str) -> Any:
+    """Returns the primitive of that name, or None; only primitives that can be lowered have one."""
+    # No public table of primitives exists; the lowering rules are keyed by them.
+    for rules in (_mlir._lowerings, *_mlir._platform_specific_lowerings.values()):
+        for primitive in rules:
+            if primitive.name == name:
+                return primitive
+    return None
+
+
+def unspecified_sharding() -> Any:
+    """Returns JAX's marker for "no sharding given"."""
+    from jax._src.named_sharding import UNSPECIFIED  # the default of jit's in_shardings in equations
+
+    return UNSPECIFIED
+
+
+def empty_mesh(kind: str) -> Any:
+    """Returns the empty `Mesh` or `AbstractMesh`, which equations outside any mesh context hold."""
+    from jax._src import mesh  # jit's ctx_mesh; the public constructor refuses an empty mesh
+
+    return mesh.empty_concrete_mesh if kind == "Mesh" else mesh.empty_abstract_mesh
+
+
+def new_equation(
+    invars: Sequence[Any], out_avals: Sequence[Any], primitive: Any, params: dict[str, Any]
+) -> Any:
+    """Returns a jaxpr equation with new output variables.
+
+    Raises:
+      TypeError, ValueError: the primitive does not take these operands and parameters, or gives
+        other types than `out_avals`.
+    """
+    given, effects = primitive.abstract_eval(*(v.aval for v in invars), **params)
+    given = list(given) if primitive.multiple_results else [given]
+    same = len(given) == len(out_avals) and all(
+        a.shape == b.shape and a.dtype == b.dtype for a, b in zip(given, out_avals)
+    )
+    if not same:
+        listed = ", ".join(a.str_short(short_dtypes=True) for a in given)
+        expected = ", ".join(a.str_short(short_dtypes=True) for a in out_avals)
+        raise TypeError(f"{primitive.name} gives {listed}, the text says {expected}")
+    return jex.new_jaxpr_eqn(
+        list(invars), [Var(a) for a in out_avals], primitive, params, effects
+    )
+
+
+def open_jaxpr(name: str, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """Returns an open jaxpr without constvars."""
+    return build_jaxpr(name, invars, outvars, eqns).jaxpr

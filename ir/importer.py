@@ -122,15 +122,21 @@ def inline_calls(graph: Graph) -> Graph:
             env[argument.ref] = _known(builder.captured(graph.consts[argument.ref]))
         else:
             env[argument.ref] = builder.argument(graph.avals[argument.ref], argument)
+    lost: dict[int, Ref] = {}
     for op in filter(_is_call, graph.ops):
-        _capture_body(builder, op.eqn.params[_jax.CALLS[op.primitive]])
+        if op.eqn is None:
+            _capture_text(builder, op.param(_jax.CALLS[op.primitive]), lost)
+        else:
+            _capture_body(builder, op.eqn.params[_jax.CALLS[op.primitive]])
 
     def look(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else env[atom]
 
     for op in graph.ops:
         inputs = tuple(map(look, op.inputs))
-        if _is_call(op):
+        if _is_call(op) and op.eqn is None:
+            env.update(zip(op.outputs, _inline_text(builder, op, inputs, (), lost), strict=True))
+        elif _is_call(op):
             body = op.eqn.params[_jax.CALLS[op.primitive]]
             env.update(zip(op.outputs, _inline(builder, body, inputs, op.scopes), strict=True))
         else:
@@ -149,7 +155,9 @@ def _finish(builder: _Builder, name: str, outputs: tuple[Result, ...]) -> Graph:
 
 
 def _is_call(op: Op) -> bool:
-    return op.eqn is not None and _jax.CALLS.get(op.primitive) in op.eqn.params
+    if op.eqn is None:  # from text: the body is a graph
+        return isinstance(op.param(_jax.CALLS.get(op.primitive, "")), Graph)
+    return _jax.CALLS.get(op.primitive) in op.eqn.params
 
 
 def _known(ref: Ref | None) -> Ref:
@@ -163,6 +171,42 @@ def _capture_body(builder: _Builder, body: Any) -> None:
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         builder.capture(const, aval_of(var.aval))
     _capture_nested(builder, jaxpr, calls=True)
+
+
+def _capture_text(builder: _Builder, body: Graph, lost: dict[int, Ref]) -> None:
+    """Makes the captured arrays of a body out of text inputs; text does not hold their values."""
+    for argument in body.inputs:
+        if argument.role == "const":
+            path = f"const{len(builder.consts) + len(lost)}"
+            lost[id(argument)] = builder.argument(body.avals[argument.ref], Argument(0, path, "const"))
+    for op in filter(_is_call, body.ops):
+        _capture_text(builder, op.param(_jax.CALLS[op.primitive]), lost)
+
+
+def _inline_text(
+    builder: _Builder, call: Op, inputs: tuple[Atom, ...], prefix: Scopes, lost: dict[int, Ref]
+) -> list[Atom]:
+    """Appends the ops of a call out of text; returns what its results became."""
+    body: Graph = call.param(_jax.CALLS[call.primitive])
+    scopes = prefix + call.scopes
+    given = [a for a in body.inputs if id(a) not in lost]
+    env: dict[Ref, Atom] = {a.ref: lost[id(a)] for a in body.inputs if id(a) in lost}
+    env.update(zip((a.ref for a in given), inputs, strict=True))
+
+    def look(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else env[atom]
+
+    for op in body.ops:
+        operands = tuple(map(look, op.inputs))
+        if _is_call(op):
+            results: Sequence[Atom] = _inline_text(builder, op, operands, scopes, lost)
+        else:
+            results = outputs = tuple(builder.value(body.avals[r]) for r in op.outputs)
+            builder.ops.append(
+                dataclasses.replace(op, inputs=operands, outputs=outputs, scopes=scopes + op.scopes)
+            )
+        env.update(zip(op.outputs, results, strict=True))
+    return [look(r.atom) for r in body.outputs]
 
 
 def _capture_nested(builder: _Builder, jaxpr: Any, *, calls: bool) -> None:
@@ -219,5 +263,5 @@ def _inline(builder: _Builder, body: Any, inputs: tuple[Atom, ...], scopes: Scop
     return [_atom(builder, env, out) for out in jaxpr.outvars]
 
 
-def _region(value: Any, name: str) -> Graph | None:
-    return import_jaxpr(value, name=name) if _jax.as_jaxpr(value) else None
+def _region(value: Any, name: str) -> Graph:
+    return import_jaxpr(value, name=name)

@@ -36,13 +36,13 @@ def op_flops(graph: Graph, op: Op) -> int:
         counts = [sum(op_flops(g, o) for o in g.ops) for g in nested]
         return trips * (max(counts) if op.primitive == "cond" else sum(counts))
     out = sum(graph.avals[r].size for r in op.outputs)
-    if op.primitive == "dot_general" and op.eqn is not None:
-        (contracting, _), _ = op.eqn.params["dimension_numbers"]
+    if op.primitive == "dot_general":
+        (contracting, _), _ = op.param("dimension_numbers")
         lhs = graph.aval(op.inputs[0])
         return 2 * out * math.prod(lhs.shape[d] for d in contracting)
-    if op.primitive == "conv_general_dilated" and op.eqn is not None:
+    if op.primitive == "conv_general_dilated":
         kernel = graph.aval(op.inputs[1])
-        spec = op.eqn.params["dimension_numbers"].rhs_spec
+        spec = op.param("dimension_numbers").rhs_spec
         return 2 * out * kernel.size // max(1, kernel.shape[spec[0]])
     if op.primitive.startswith(("reduce_", "arg", "cum", "sort")):
         return max(out, sum(graph.aval(a).size for a in op.inputs))

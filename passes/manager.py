@@ -99,6 +99,21 @@ def record_phases() -> Iterator[list[tuple[int, str, float]]]:
         _PHASES.reset(token)
 
 
+_AMBIENT: contextvars.ContextVar[tuple[Instrument, ...]] = contextvars.ContextVar(
+    "hetjax_instruments", default=()
+)
+
+
+@contextlib.contextmanager
+def ambient(instruments: Sequence[Instrument]) -> Iterator[None]:
+    """Adds instruments to every pipeline run meanwhile, however deep in the call."""
+    token = _AMBIENT.set((*_AMBIENT.get(), *instruments))
+    try:
+        yield
+    finally:
+        _AMBIENT.reset(token)
+
+
 def run_pipeline(
     bundle: Bundle, passes: str | Sequence[Pass], instruments: Sequence[Instrument] = ()
 ) -> Bundle:
@@ -107,7 +122,8 @@ def run_pipeline(
     Args:
       bundle: the input; it must be valid.
       passes: a pipeline string, or passes.
-      instruments: told before and after each pass, in order (after: in reverse order).
+      instruments: told before and after each pass, in order (after: in reverse order); those of
+        `ambient` come after them.
 
     Raises:
       ParseError: the pipeline string is wrong.
@@ -115,6 +131,7 @@ def run_pipeline(
       Exception: whatever a pass raised, with a note that names the pass and its position.
     """
     passes = resolve(passes)
+    instruments = (*instruments, *_AMBIENT.get())
     for i in instruments:
         i.begin(bundle, passes)
     for number in range(1, len(passes) + 1):

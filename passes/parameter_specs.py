@@ -52,12 +52,12 @@ def _split_dimensions(
             continue
         if op.primitive in ("convert_element_type", "copy") and op.refs and op.refs[0] in weight_of:
             weight_of[op.outputs[0]] = weight_of[op.refs[0]]
-        if op.primitive == "dot_general" and op.eqn is not None and len(op.refs) == 2:
+        if op.primitive == "dot_general" and len(op.refs) == 2:
             activation, weight = op.refs
             if weight not in weight_of or activation in weight_of:
                 continue
             leaf = weight_of[weight]
-            (_, contracted), (_, batch) = op.eqn.params["dimension_numbers"]
+            (_, contracted), (_, batch) = op.param("dimension_numbers")
             n = sizes[homes.get(leaf, 0)]
             shape = graph.avals[leaf].shape
             if n == 1 or leaf in split or batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetjax.ir.bundle import Bundle
+from hetjax.passes.manager import run_pipeline
 
 # In order. Microbatching is chosen and proved between the two, because it traces the step again.
 ANALYSIS = ("inline-calls", "label-regions", "label-blocks", "annotate-costs")
@@ -13,14 +14,7 @@ LOWERING = (
 
 def analyse(bundle: Bundle) -> Bundle:
     """Returns the bundle with its graph inlined, labelled and costed."""
-    from hetjax.passes.annotate_costs import AnnotateCosts
-    from hetjax.passes.inline_calls import InlineCalls
-    from hetjax.passes.label_blocks import LabelBlocks
-    from hetjax.passes.label_regions import LabelRegions
-
-    for step in (InlineCalls(), LabelRegions(), LabelBlocks(), AnnotateCosts()):
-        bundle = step.apply(bundle)
-    return bundle
+    return run_pipeline(bundle, ",".join(ANALYSIS))
 
 
 def lower(bundle: Bundle, *, donate: bool = False) -> Bundle:
@@ -30,12 +24,5 @@ def lower(bundle: Bundle, *, donate: bool = False) -> Bundle:
       bundle: analysed and planned.
       donate: whether old state buffers may be reused.
     """
-    from hetjax.passes.cut_stages import CutStages
-    from hetjax.passes.insert_reshards import InsertReshards
-    from hetjax.passes.plan_donation import PlanDonation
-    from hetjax.passes.schedule_tasks import Schedule
-    from hetjax.passes.shard_stages import ShardStages
-
-    for step in (CutStages(), ShardStages(), InsertReshards(), Schedule(), PlanDonation(state=donate)):
-        bundle = step.apply(bundle)
-    return bundle
+    names = [name for name in LOWERING if name != "plan-stages"]
+    return run_pipeline(bundle, ",".join(names) + ("{state}" if donate else ""))

@@ -14,6 +14,8 @@ from hetjax.ir.errors import MicrobatchError, PlanError
 from hetjax.ir.graph import Graph
 from hetjax.ir.microbatching import Microbatching, Refusal
 from hetjax.ir.plan import Plan, verify_plan
+from hetjax.passes.dumping import environment_instruments
+from hetjax.passes.manager import ambient
 from hetjax.passes.one_microbatch import one_microbatch
 from hetjax.passes.pipeline import analyse, lower
 from hetjax.passes.plan_stages import Request, batch_size_of, plan_stages, stage_devices
@@ -46,6 +48,11 @@ def build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
       MicrobatchError: more microbatches were asked for than can be proved.
       PlanError: no plan fits the request, or the plan given does not fit the step or cluster.
     """
+    with ambient(environment_instruments(traced.graph.name)):
+        return _build_bundle(traced, cluster, options)
+
+
+def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
     bundle = analyse(Bundle(graph=traced.graph, cluster=cluster))
     graph = bundle.graph
     if graph is None:
