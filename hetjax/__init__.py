@@ -24,7 +24,7 @@ _EXPORTS = {
     "slamb_average": "hetjax.optim._slamb",
     "slamb_bytes": "hetjax.optim.exchange_bytes",
 }
-_MODULES = {"errors": "hetjax.ir.errors"}
+_MODULES = {"errors": "hetjax.errors"}
 
 __all__ = ["__version__", *sorted([*_EXPORTS, *_MODULES])]
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hetjax.frontend.placement import gather as gather
     from hetjax.frontend.placement import init as init
     from hetjax.frontend.placement import place as place
-    from hetjax.ir import errors as errors
+    from hetjax import errors as errors
     from hetjax.ir.cluster import Cluster as Cluster
     from hetjax.ir.plan import Plan as Plan
     from hetjax.optim._slamb import average_params as average_params

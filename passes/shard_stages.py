@@ -55,7 +55,12 @@ class _Sharder:
     def program(self) -> Program:
         fragments = tuple(map(self.fragment, self.old.fragments))
         feeds = tuple(map(self.feed, self.old.feeds))
-        return self.old.replace(fragments=fragments, feeds=feeds)
+        given = {(f.stage, p.ref): p for f in fragments for p in f.outputs if p.form == "step"}
+        returns = tuple(
+            r if r.port is None else dataclasses.replace(r, port=given[int(r.stage or 0), r.port.ref])
+            for r in self.old.returns
+        )
+        return self.old.replace(fragments=fragments, feeds=feeds, returns=returns)
 
     def fragment(self, fragment: Fragment) -> Fragment:
         mesh = self.old.meshes[fragment.stage]

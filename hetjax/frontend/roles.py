@@ -59,6 +59,16 @@ def _fits(before: Sequence[Aval], after: Sequence[Aval]) -> bool:
     )
 
 
+def _is_bare_array(treedef: Any, span: Sequence[int], inputs: Sequence[Aval]) -> bool:
+    import jax
+
+    return (
+        treedef == jax.tree.structure(0)
+        and bool(inputs[span[0]].ndim)
+        and not inputs[span[0]].dtype.startswith("key")
+    )
+
+
 def find_updates(
     structure: Structure, returned: Returned, inputs: Sequence[Aval], outputs: Sequence[Aval],
     batch_argnums: Sequence[int] | None,
@@ -72,9 +82,12 @@ def find_updates(
     updates = {i: i for i in range(n)}
     taken: set[int] = set()
     candidates = _candidates(returned.out_def)
-    for key, treedef, span in _argument_spans(structure):
+    spans = _argument_spans(structure)
+    for position, (key, treedef, span) in enumerate(spans):
         if not span or (batch_argnums is not None and key in batch_argnums):
             continue
+        if position and position == len(spans) - 1 and _is_bare_array(treedef, span, inputs):
+            continue  # a lone array in the last place is data; that a result has its shape is chance
         before = [inputs[i] for i in span]
         for candidate_def, leaves in candidates:
             positions = [n + i for i in leaves]

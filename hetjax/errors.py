@@ -1,0 +1,27 @@
+"""The exceptions hetjax raises; see `hetjax.ir.errors`."""
+
+from hetjax.ir.errors import (
+    CheckpointError,
+    ClusterError,
+    HetjaxError,
+    LoweringError,
+    MicrobatchError,
+    ParseError,
+    PassError,
+    PlanError,
+    RuntimeFault,
+    VerifyError,
+)
+
+__all__ = [
+    "CheckpointError",
+    "ClusterError",
+    "HetjaxError",
+    "LoweringError",
+    "MicrobatchError",
+    "ParseError",
+    "PassError",
+    "PlanError",
+    "RuntimeFault",
+    "VerifyError",
+]
