@@ -364,6 +364,38 @@ def _place(node: _Node) -> str:
     return node.lines[0] if node.task.kind == "sync" else f"line {' + '.join(node.lines)}"
 
 
+def prefetch_depths(timeline: Timeline) -> dict[tuple[int, str], int]:
+    """Returns how many transfers ahead of need a stage must be ready to receive.
+
+    That is the most transfers that have got their line while the tasks that read them have not
+    started; fewer receive buffers would hold a transfer back that the schedule counts on.
+
+    Args:
+      timeline: of lists without explicit sends.
+
+    Returns:
+      by receiving stage and kind of value: "F" for activations, "B" for gradients.
+    """
+    moves: dict[tuple[int, str], list[tuple[float, int]]] = {}
+    for span in timeline.transfers:
+        task = span.task
+        if task.kind in ("F", "B", "I"):
+            ahead = task.kind == "F"
+            key = (task.stage + (1 if ahead else -1), "F" if ahead else "B")
+            moves.setdefault(key, []).append((span.start_s, 1))
+    for span in (span for spans in timeline.spans for span in spans):
+        key = (span.task.stage, "B" if span.task.kind == "I" else span.task.kind)
+        if key in moves:
+            moves[key].append((span.start_s, -1))
+    depths = {}
+    for key, steps in moves.items():
+        count, depths[key] = 0, 1
+        for _, change in sorted(steps):  # what starts at t frees its buffer before what is sent at t
+            count += change
+            depths[key] = max(depths[key], count)
+    return depths
+
+
 def with_step_tasks(tasks: Sequence[Sequence[Task]], costs: PipelineCosts) -> tuple[tuple[Task, ...], ...]:
     """Returns the lists with each stage's `sync` and `update` where they first can go.
 

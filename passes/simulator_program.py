@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.dtypes import dtype_itemsize
 from hetjax.ir.errors import PlanError
+from hetjax.ir.plan import Plan
 from hetjax.ir.program import Program, Reshard
+from hetjax.passes.schedules import schedule
 from hetjax.passes.schedules.costs import PipelineCosts
+from hetjax.passes.schedules.flush import warmup_lists
 from hetjax.passes.simulator import Timeline, Transfer, simulate
 
 
@@ -41,6 +45,68 @@ def simulate_program(
     return simulate(
         program.tasks, costs, transfers=program_transfers(program, cluster), work_s=work_s,
         activation_bytes=activation_bytes, static_bytes=static_bytes)
+
+
+def simulate_plan(
+    plan: Plan, cluster: Cluster, program: Program | None = None
+) -> tuple[Timeline, PipelineCosts, tuple[tuple[str, str], ...]]:
+    """Returns the timeline of a plan by its own predicted stage times, its costs, and their sources.
+
+    With a program, what crosses is priced by its bytes and the step's own task lists are run; without
+    one, only the latency of the links counts, and the lists are made by the plan's schedule.
+
+    Args:
+      plan: every stage with a predicted time.
+      cluster: the plan's.
+      program: the plan's program, lowered as far as its task lists, or None.
+
+    Raises:
+      PlanError: a stage has no predicted time, or the schedule cannot be made.
+    """
+    missing = [s for s, stage in enumerate(plan.stages) if stage.predicted_s is None]
+    if missing:
+        raise PlanError(
+            f"stage(s) {', '.join(map(str, missing))} of plan {plan.name!r} have no predicted_s, so there is"
+            " nothing to simulate; plan with hetjax plan, or run hetjax calibrate and plan again")
+    seconds = [stage.predicted_s or 0.0 for stage in plan.stages]
+    made = dict(plan.sources)
+    sources = [("stage times", made.get("stage times", made.get("predicted_s", "given")))]
+    if program is not None and any(program.tasks):
+        work_s = _share_out(program, seconds)
+        costs = pipeline_costs(program, cluster, work_s)
+        sources += [("links", "given"), ("bytes between stages", "analytic"), ("task lists", "the program's own")]
+        return simulate_program(program, cluster, work_s), costs, tuple(sources)
+    ends = list(itertools.pairwise(plan.stages))
+    costs = PipelineCosts(
+        tuple(t / 3 for t in seconds), tuple(2 * t / 3 for t in seconds), plan.num_microbatches,
+        tuple(cluster.link(a.devices[-1], b.devices[0]).latency_s for a, b in ends))
+    lists = (
+        warmup_lists(costs, plan.warmups) if plan.warmups else schedule(plan.schedule, costs))
+    sources += [
+        ("forward and backward", "a third and two thirds of the stage's time"), ("links", "given"),
+        ("bytes between stages", "not in a plan: latency only; a step.hj has them")]
+    return simulate(lists, costs), costs, tuple(sources)
+
+
+def _share_out(program: Program, seconds: Sequence[float]) -> dict[str, float]:
+    """Returns each fragment's share of its stage's time, by FLOPs; prologue and update take nothing.
+
+    Where the ops bear no costs, the backward counts twice the forward.
+    """
+    weight: dict[str, float] = {}
+    for f in program.fragments:
+        flops = sum(op.cost.flops for op in f.ops if op.cost is not None)
+        weight[f.name] = flops if f.per_microbatch else 0.0
+    for s in range(len(program.meshes)):
+        mine = [f for f in program.fragments if f.stage == s and f.per_microbatch]
+        if mine and not sum(weight[f.name] for f in mine):
+            weight.update((f.name, 2.0 if f.phase == "backward" else 1.0) for f in mine)
+    total = [0.0] * len(program.meshes)
+    for f in program.fragments:
+        total[f.stage] += weight[f.name]
+    return {
+        f.name: seconds[f.stage] * weight[f.name] / total[f.stage] if total[f.stage] else 0.0
+        for f in program.fragments}
 
 
 def program_transfers(program: Program, cluster: Cluster) -> dict[str, Transfer]:

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cluster": ("hetjax.cli.cluster", "cluster", "Show, validate and write cluster descriptions."),
     "demo": ("hetjax.cli.demo", "demo", "Train a small GPT across two unlike sites and prove it equal to plain jit."),
     "schedule": ("hetjax.cli.schedule", "schedule", "Make a pipeline schedule from plain times, prove it and draw it."),
+    "simulate": ("hetjax.cli.simulate", "simulate", "Say what a plan should take before anything runs."),
 }
 
 

@@ -12,7 +12,7 @@ from hetjax.ir.program import Task
 from hetjax.passes.schedules import PipelineCosts, check_schedule, schedule, split_stages
 from hetjax.passes.schedules.flush import warmup_lists
 from hetjax.passes.schedules.samples import GOLDEN, random_pipeline
-from hetjax.passes.simulator import Transfer, simulate, with_step_tasks
+from hetjax.passes.simulator import Transfer, prefetch_depths, simulate, with_step_tasks
 from hetjax.passes.simulator_fast import decode, encode, makespan_s
 
 
@@ -105,6 +105,18 @@ def test_explicit_sends_as_a_program_has_them():
     assert starts(implicit, 1) == starts(line, 1)
     with pytest.raises(VerifyError, match="no cost is given for 'dx'"):
         simulate(lists, costs, transfers={"x": prices["x"]})
+
+
+def test_prefetch_depth_grows_with_the_link():
+    """A link of two stages' time has two microbatches and more on it before the first is read."""
+    near = PipelineCosts((1.0, 1.0), (2.0, 2.0), 12)
+    assert prefetch_depths(simulate(schedule("1f1b", near), near)) == {(1, "F"): 1, (0, "B"): 1}
+    far = near.replace(latency_s=(6.0,))
+    depths = prefetch_depths(simulate(warmup_lists(far, (6, 1)), far))
+    # F0 to F5 leave at 1 to 6 and F0 is read at 7; gradients come back one by one, 6 on the way.
+    assert depths == {(1, "F"): 6, (0, "B"): 3}
+    split = PipelineCosts((1.0, 1.0), (2.0, 2.0), 4)
+    assert set(prefetch_depths(simulate(schedule("zb-h1", split), split))) == {(1, "F"), (0, "B")}
 
 
 def test_deadlock_names_the_circle():
