@@ -113,8 +113,8 @@ def test_prefetch_depth_grows_with_the_link():
     assert prefetch_depths(simulate(schedule("1f1b", near), near)) == {(1, "F"): 1, (0, "B"): 1}
     far = near.replace(latency_s=(6.0,))
     depths = prefetch_depths(simulate(warmup_lists(far, (6, 1)), far))
-    # F0 to F5 leave at 1 to 6 and F0 is read at 7; gradients come back one by one, 6 on the way.
-    assert depths == {(1, "F"): 6, (0, "B"): 3}
+    # F0 to F5 leave at 1 to 6 and F0 is read at 7; gradients leave every 3 and are 6 on the way.
+    assert depths == {(1, "F"): 6, (0, "B"): 2}
     split = PipelineCosts((1.0, 1.0), (2.0, 2.0), 4)
     assert set(prefetch_depths(simulate(schedule("zb-h1", split), split))) == {(1, "F"), (0, "B")}
 
