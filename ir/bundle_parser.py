@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hetjax.ir.bundle import Bundle
@@ -13,6 +14,11 @@ from hetjax.ir.program_parser import ProgramReader
 
 # More values than any step has; a run-length beyond it is a slip of the pen, not a graph.
 _MAX_RUN = 1_000_000
+
+
+_MICROBATCHING_WORDS = frozenset(
+    {"types", "hoisted", "positions", "refused", "accepted", "same", "graph"}
+)
 
 
 class BundleReader(ProgramReader):
@@ -46,10 +52,7 @@ class BundleReader(ProgramReader):
         if same_at is not None:
             if "graph" not in parts:
                 self.fail("'same graph' needs a graph in the file", same_at)
-            m = parts["microbatching"]
-            parts["microbatching"] = Microbatching(
-                m.num_microbatches, parts["graph"], m.types, m.hoisted, m.refusal, m.accepted
-            )
+            parts["microbatching"] = dataclasses.replace(parts["microbatching"], graph=parts["graph"])
         return Bundle(**parts, notes=tuple(notes))
 
     def foreign_part(self, read: Any) -> Any:
@@ -64,18 +67,20 @@ class BundleReader(ProgramReader):
         count = self.integer("how many microbatches")
         self.expect("{")
         types: list[BatchType] = []
-        hoisted: set[int] = set()
+        marked: dict[str, set[int]] = {"hoisted": set(), "positions": set()}
         refusal = None
         accepted = False
         graph: Graph | None = None
         same_at = None
         while not self.take("}"):
             if self.take("types"):
-                while self.at_name() and self.peek() not in ("hoisted", "refused", "accepted", "same", "graph", "types"):
+                while self.at_name() and self.peek() not in _MICROBATCHING_WORDS:
                     types.extend(self.batch_types())
-            elif self.take("hoisted"):
+            elif self.peek() in marked:
+                word = self.peek()
+                self.at += 1
                 while self.peek().startswith("%"):
-                    hoisted.add(self.ref("a value"))
+                    marked[word].add(self.ref("a value"))
             elif self.take("refused"):
                 reason = self.string("the reason")
                 op = self.optional("op", "the position of an op")
@@ -91,12 +96,16 @@ class BundleReader(ProgramReader):
             elif self.take("graph"):
                 graph = self.graph()
             else:
-                self.expected("types, hoisted, refused, accepted, 'same graph', graph or '}'")
+                self.expected("types, hoisted, positions, refused, accepted, 'same graph', graph or '}'")
         if (graph is None) == (same_at is None):
             self.fail("microbatching holds a graph or the words 'same graph'", self.at - 1)
         if graph is None:
             graph = Graph("", (), (), (), ())
-        return Microbatching(count, graph, tuple(types), frozenset(hoisted), refusal, accepted), same_at
+        found = Microbatching(
+            count, graph, tuple(types), hoisted=frozenset(marked["hoisted"]),
+            positions=frozenset(marked["positions"]), refusal=refusal, accepted=accepted,
+        )
+        return found, same_at
 
     def batch_types(self) -> list[BatchType]:
         """Steps over "B(0)^-1*12"."""

@@ -1,5 +1,6 @@
 """What prints parses back equal, and no text makes the parser raise anything but its own errors."""
 
+import dataclasses
 import math
 
 import pytest
@@ -168,6 +169,7 @@ batch_types = st.builds(
 microbatchings = st.builds(
     Microbatching, st.integers(1, 64), graphs(0), st.lists(batch_types, max_size=12).map(tuple),
     st.frozensets(st.integers(0, 9), max_size=4),
+    st.frozensets(st.integers(0, 9), max_size=4),
     st.none() | st.builds(Refusal, texts, st.none() | st.integers(0, 9), texts, texts, texts),
     st.booleans(),
 )
@@ -227,6 +229,7 @@ graph train_step {
 microbatching 2 {
   types R*2 B(0)*3
   hoisted %1
+  positions %2
   same graph
 }
 program train_step {
@@ -308,6 +311,19 @@ def test_the_verifier_raises_nothing_but_its_own_error(graph, program):
             verify(what)
         except VerifyError as error:
             assert error.problems
+
+
+KNOWN_FIELDS = {
+    Aval: 3, Literal: 2, Handle: 2, Symbol: 1, Record: 2, Cost: 3, Op: 10, Argument: 4, Result: 3, Graph: 6,
+    BatchType: 3, Refusal: 5, Microbatching: 7, StageMesh: 5, Port: 5, Fragment: 8, Piece: 4, Reshard: 9,
+    Task: 4, Feed: 5, Return: 3, Program: 12, Bundle: 6,
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN_FIELDS, ids=lambda k: k.__name__)
+def test_the_text_form_knows_every_field(kind):
+    """A field added to a type of the IR must print and parse; then count it here."""
+    assert len(dataclasses.fields(kind)) == KNOWN_FIELDS[kind]
 
 
 def test_deep_nesting_is_an_error_and_not_a_recursion():
