@@ -14,7 +14,9 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Cluster": "hetjax.ir.cluster",
     "Plan": "hetjax.ir.plan",
+    "PerWorker": "hetjax.optim.worker_axis",
     "average_params": "hetjax.optim._slamb",
+    "data_parallel_step": "hetjax.optim.worker_axis",
     "gather": "hetjax.frontend.placement",
     "init": "hetjax.frontend.placement",
     "parallelize": "hetjax.frontend.decorator",
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from hetjax.optim._slamb import slamb as slamb
     from hetjax.optim._slamb import slamb_average as slamb_average
     from hetjax.optim.exchange_bytes import slamb_bytes as slamb_bytes
+    from hetjax.optim.worker_axis import PerWorker as PerWorker
+    from hetjax.optim.worker_axis import data_parallel_step as data_parallel_step
 
 
 def __getattr__(name: str) -> Any:

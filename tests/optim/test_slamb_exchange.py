@@ -46,17 +46,22 @@ def lower(tx, average=None, worker_axis=True):
         return jax.ShapeDtypeStruct(shape, dtype)
     params = jax.tree.map(abstract, mlp_shapes(), is_leaf=lambda x: isinstance(x, tuple))
     state = jax.eval_shape(tx.init, params)
+
     def has_axis(a):
         return worker_axis and jnp.issubdtype(a.dtype, jnp.floating)
+
     def stack(tree):
         return jax.tree.map(
             lambda a: abstract((WORKERS, *a.shape), a.dtype) if has_axis(a) else a, tree)
+
     def spec(tree):
         return jax.tree.map(lambda a: P(AXIS) if has_axis(a) else P(), tree)
+
     # Integers have no worker axis: they are the same everywhere, and typed so.
     def strip(tree):
         return jax.tree.map(
             lambda a: a[0] if jnp.issubdtype(a.dtype, jnp.floating) and worker_axis else a, tree)
+
     def dress(tree):
         return jax.tree.map(
             lambda a: a[None] if jnp.issubdtype(a.dtype, jnp.floating) and worker_axis else a, tree)
@@ -175,9 +180,12 @@ def one_bad_worker(tx, poison, steps=4, bad_step=3, value=jnp.nan):
     """States before and after each step of 4 workers; worker 2's gradient is poisoned once."""
     params = {"w": jax.random.normal(jax.random.key(0), (6, 8)), "b": jnp.ones(3)}
     start = tx.init(params)
+
     def floating(a):
         return jnp.issubdtype(a.dtype, jnp.floating)
+
     axes = jax.tree.map(lambda a: 0 if floating(a) else None, start)
+
     def stack(tree):
         return jax.tree.map(
             lambda a: jnp.broadcast_to(a, (4, *a.shape)) if floating(a) else a, tree)

@@ -16,7 +16,7 @@ from hetjax.optim import _slamb
 from hetjax.optim._slamb import ScaleBySlambState, scale_by_slamb
 
 STATIC = ("compress_ratio", "min_size", "sync_every", "seed", "finite_vote", "sync_nu",
-          "drift_correction")
+          "drift_correction", "bound_direction")
 
 
 def parabola(dtype=jnp.float32):

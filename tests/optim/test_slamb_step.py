@@ -92,10 +92,11 @@ def params():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("n", [1, 8])
-def test_with_all_sent_and_equal_gradients_it_is_lamb(params, n):
+@pytest.mark.parametrize("n,bound", [(1, False), (8, False), (8, True)])
+def test_with_all_sent_and_equal_gradients_it_is_lamb(params, n, bound):
     lamb = optax.lamb(0.01, weight_decay=0.01, mask=decay_matrices)
-    ours = slamb(0.01, AXIS, compress_ratio=1.0, weight_decay=0.01, min_size=0)
+    ours = slamb(0.01, AXIS, compress_ratio=1.0, weight_decay=0.01, min_size=0,
+                 bound_direction=bound)
     expected, _ = run(lamb, params, gradient(n, same=True), 20, n)
     got, state = run(ours, params, gradient(n, same=True), 20, n)
     assert largest_difference(expected, got) <= 1e-6
@@ -231,6 +232,40 @@ def test_matches_the_equations_in_numpy(case):
             np.testing.assert_allclose(got[k][i], w[i][k], atol=1e-6 * reach, rtol=1e-6)
             np.testing.assert_allclose(state[0].mu[k][i], m[i][k], atol=1e-6)
             np.testing.assert_allclose(state[0].nu[k][i], v[i][k], atol=1e-6)
+
+
+@pytest.mark.parametrize("b1,b2", [(0.9, 0.999), (0.5, 0.9), (0.0, 0.99)])
+def test_no_sequence_of_gradients_reaches_the_bound_on_the_direction(b1, b2):
+    """Against the gradients that come nearest: growing by b2 / b1 a step (Cauchy-Schwarz's equality)."""
+    growth = b2 / max(b1, 0.05)
+    params = {"w": jnp.ones(1)}
+    steps = {}
+    for bound in (False, True):
+        tx = optax.scale_by_adam(b1, b2, eps=0) if not bound else scale_by_slamb(
+            b1=b1, b2=b2, eps=0, bound_direction=True)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for t in range(60):
+            direction, state = update({"w": jnp.array([growth**(t - 60.0)])}, state, params)
+        steps[bound] = direction
+    # Slamb's is scaled by ||w|| / ||u||, so compare what is left of it: it is not clipped away.
+    limit = (1 - b1) / ((1 - b2) * (1 - b1 * b1 / b2)) ** 0.5
+    assert float(steps[False]["w"][0]) <= limit * (1 + 1e-4)
+    np.testing.assert_allclose(steps[True]["w"], 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_row_only_other_workers_saw_fills_the_norm_unless_bounded(bound):
+    """As published, the mean moment over a zero second moment is a million; the leaf's norm is its."""
+    n, rows = 2, 50
+    table = jax.random.normal(jax.random.key(0), (rows, 8))
+    grads = np.array(jax.random.normal(jax.random.key(1), (n, rows, 8)))
+    grads[1, 0] = 0.0  # worker 1 has not seen row 0
+    tx = scale_by_slamb(AXIS, min_size=0, compress_ratio=1.0, bound_direction=bound)
+    (before, _), (after, _) = itertools.islice(
+        trajectory(tx, {"w": table}, lambda t, p: {"w": jnp.array(grads)}, n), 2)
+    moved = np.linalg.norm(np.asarray(after["w"] - before["w"])[1, 1:])  # of all that it did see
+    whole = np.linalg.norm(np.asarray(after["w"] - before["w"])[0])
+    assert (moved > 0.3 * whole) == bound
 
 
 def test_the_bounds_of_the_trust_ratio_bind():

@@ -1,0 +1,223 @@
+"""The problems `slamb.py` trains, and the loop that trains them: N workers by vmap, steps by scan."""
+
+from __future__ import annotations
+
+import functools
+import pydoc_data.topics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks._slamb_arms import AXIS, Arm
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training problem.
+
+    Attributes:
+      name: as printed.
+      init: key to parameters.
+      loss: `(params, batch) -> []`, the mean over the batch.
+      data: what batches are drawn from; passed to `draw`.
+      draw: `(data, key, examples) -> batch` with a leading axis of so many examples.
+      measure: `params -> dict` of figures on held-out data.
+      batch: examples a step, over all workers.
+    """
+
+    name: str
+    init: Callable[[Any], Any]
+    loss: Callable[[Any, Any], Any]
+    data: Any
+    draw: Callable[..., Any]
+    measure: Callable[[Any], dict[str, Any]]
+    batch: int
+
+
+def warm_up_cosine(t, steps):
+    """Learning rate as a fraction of its peak at 1-based step t: a tenth of warm-up, then cosine."""
+    warm = max(steps // 10, 1)
+    down = 0.5 * (1 + jnp.cos(jnp.pi * (t - 1 - warm) / max(steps - warm, 1)))
+    return jnp.where(t - 1 < warm, t / warm, jnp.clip(down, 0, 1))
+
+
+def trainer(arm: Arm, task: Task, steps: int, workers: int, schedule=warm_up_cosine):
+    """Returns a jitted `(learning_rate, seed) -> (averaged parameters, spread, losses[steps])`.
+
+    A step draws one global batch from the seed, the same for every arm and any number of workers, and
+    cuts it into equal slices.
+    """
+
+    def run(data, learning_rate, seed):
+        key = jax.random.key(seed)
+        params = task.init(jax.random.fold_in(key, 0))
+        state = arm.init(params)
+
+        def stack(tree):
+            return jax.tree.map(
+                lambda a: jnp.broadcast_to(a, (workers, *jnp.shape(a))) if is_local(a) else a, tree)
+
+        axes = jax.tree.map(lambda a: 0 if is_local(a) else None, state)
+
+        def body(carry, t):
+            params, state = carry
+            batch = task.draw(data, jax.random.fold_in(jax.random.fold_in(key, 1), t), task.batch)
+            batch = jax.tree.map(lambda a: a.reshape(workers, -1, *a.shape[1:]), batch)
+            rate = learning_rate * schedule(t, steps)
+
+            def one(phase, params, state, batch):
+                loss, grads = jax.value_and_grad(task.loss)(params, batch)
+                return *arm.step(params, state, grads, rate, phase), loss
+
+            branches = [
+                jax.vmap(functools.partial(one, phase), in_axes=(0, axes, 0),
+                         out_axes=(0, axes, 0), axis_name=AXIS)
+                for phase in range(len(arm.phases))]
+            if len(branches) == 1:
+                params, state, loss = branches[0](params, state, batch)
+            else:
+                params, state, loss = jax.lax.switch(
+                    arm.phase_of(t), branches, params, state, batch)
+            return (params, state), loss.mean()
+
+        (params, _), losses = jax.lax.scan(
+            body, (stack(params), stack(state)), jnp.arange(1, steps + 1))
+        mean = jax.tree.map(lambda a: a.mean(0), params)
+
+        def total(tree):
+            return sum(jnp.sum(a * a) for a in jax.tree.leaves(tree))
+
+        away = total(jax.tree.map(lambda a, b: a - b, params, mean)) / workers
+        return mean, jnp.sqrt(away / total(mean)), losses
+
+    compiled = jax.jit(run)
+    return lambda learning_rate, seed: compiled(
+        task.data, jnp.float32(learning_rate), jnp.int32(seed))
+
+
+def is_local(a) -> bool:
+    """Floating state differs by worker; counts do not."""
+    return jnp.issubdtype(jnp.result_type(a), jnp.floating)
+
+
+# ---- scikit-learn's digits ---------------------------------------------------------------------
+
+
+def digits(batch=512, hidden=256) -> Task:
+    """1,280 training and 517 test images of 8 by 8, an MLP of 85,000 parameters."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x = (x / 16.0).astype(np.float32)
+    x = (x - x.mean(0)) / (x.std(0) + 1e-3)
+    order = np.random.default_rng(0).permutation(len(x))
+    x, y = jnp.array(x[order]), jnp.array(y[order], jnp.int32)
+    train, test = (x[:1280], y[:1280]), (x[1280:], y[1280:])
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+
+        def dense(k, a, b):
+            return jax.random.normal(k, (a, b)) * (2 / a) ** 0.5
+
+        return {"w0": dense(keys[0], 64, hidden), "b0": jnp.zeros(hidden),
+                "w1": dense(keys[1], hidden, hidden), "b1": jnp.zeros(hidden),
+                "w2": dense(keys[2], hidden, 10), "b2": jnp.zeros(10)}
+
+    def logits(params, x):
+        h = jax.nn.relu(x @ params["w0"] + params["b0"])
+        h = jax.nn.relu(h @ params["w1"] + params["b1"])
+        return h @ params["w2"] + params["b2"]
+
+    def loss(params, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits(params, batch[0]), batch[1]).mean()
+
+    def draw(data, key, examples):
+        index = jax.random.permutation(key, data[0].shape[0])[:examples]
+        return data[0][index], data[1][index]
+
+    @jax.jit
+    def measure(params):
+        return {"accuracy_percent": 100 * jnp.mean(logits(params, test[0]).argmax(-1) == test[1]),
+                "train_loss": loss(params, train)}
+
+    return Task("digits", init, loss, train, draw, measure, batch)
+
+
+# ---- a masked language model on Python's own documentation -------------------------------------
+
+SYMBOLS, MASK = 64, 63
+
+
+def documentation() -> np.ndarray:
+    """About 0.7 MB of English: the topics of Python's `help()`, as symbols 0 to 62 by frequency."""
+    text = "\n".join(pydoc_data.topics.topics.values()).lower().encode("ascii", "ignore")
+    raw = np.frombuffer(text, np.uint8)
+    by_frequency = np.argsort(-np.bincount(raw, minlength=256), kind="stable")
+    table = np.full(256, SYMBOLS - 2, np.int32)  # the rare ones share a symbol
+    table[by_frequency[: SYMBOLS - 2]] = np.arange(SYMBOLS - 2)
+    return table[raw]
+
+
+def masked_lm(batch=512, length=16, width=32, heads=4, hidden=128) -> Task:
+    """A one-layer encoder of 15,000 parameters; 3 of every 16 characters are to be filled in."""
+    text = documentation()
+    cut = int(0.9 * len(text))
+    train, held_out = jnp.array(text[:cut]), jnp.array(text[cut:])
+    masked = length * 3 // 16
+
+    def init(key):
+        keys = iter(jax.random.split(key, 9))
+
+        def dense(a, b):
+            return jax.random.normal(next(keys), (a, b)) * a**-0.5
+
+        return {"embed": 0.05 * jax.random.normal(next(keys), (SYMBOLS, width)),
+                "place": 0.05 * jax.random.normal(next(keys), (length, width)),
+                "query": dense(width, width), "key_value": dense(width, 2 * width),
+                "out": dense(width, width),
+                "up": dense(width, hidden), "down": dense(hidden, width),
+                "norm1": jnp.ones(width), "norm2": jnp.ones(width), "norm3": jnp.ones(width),
+                "bias": jnp.zeros(SYMBOLS)}
+
+    def norm(x, scale):
+        x = x - x.mean(-1, keepdims=True)
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+
+    def loss(params, batch):
+        tokens, where = batch
+        symbols = jnp.put_along_axis(
+            tokens, where, jnp.full_like(where, MASK), axis=1, inplace=False)
+        h = params["embed"][symbols] + params["place"]
+        x = norm(h, params["norm1"])
+        # One layer: what is not asked for is only attended to, so it needs keys and values alone.
+        asked = where[:, :, None]
+        h, of_asked = (jnp.take_along_axis(a, asked, axis=1) for a in (h, x))
+        q = (of_asked @ params["query"]).reshape(*where.shape, heads, -1)
+        k, v = jnp.split((x @ params["key_value"]).reshape(*tokens.shape, heads, -1), 2, -1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (width // heads) ** -0.5
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+        h = h + mixed.reshape(h.shape) @ params["out"]
+        h = h + jax.nn.gelu(norm(h, params["norm2"]) @ params["up"]) @ params["down"]
+        logits = norm(h, params["norm3"]) @ params["embed"].T + params["bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.take_along_axis(tokens, where, axis=1)).mean()
+
+    def draw(data, key, examples):
+        first, second = jax.random.split(key)
+        start = jax.random.randint(first, (examples,), 0, data.shape[0] - length)
+        tokens = data[start[:, None] + jnp.arange(length)]
+        _, where = jax.lax.top_k(jax.random.uniform(second, (examples, length)), masked)
+        return tokens, where
+
+    @jax.jit
+    def measure(params):
+        return {"held_out_nat": loss(params, draw(held_out, jax.random.key(99), 8192))}
+
+    return Task("masked language model", init, loss, train, draw, measure, batch)
