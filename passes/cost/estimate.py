@@ -11,11 +11,16 @@ from hetjax.ir.errors import PlanError
 from hetjax.ir.program import Program
 from hetjax.passes.bounds import lower_bound
 from hetjax.passes.cost.memory import StageMemory, stage_memory
-from hetjax.passes.cost.program_price import FragmentPrice, fragment_price, transfer_price
+from hetjax.passes.cost.program_price import FragmentPrice, fragment_price
 from hetjax.passes.cost.roofline import ASSUMED, Efficiency
 from hetjax.passes.schedules.check import peak_in_flight
 from hetjax.passes.schedules.costs import PipelineCosts
-from hetjax.passes.simulator import Timeline, Transfer, simulate
+from hetjax.passes.simulator import Timeline
+from hetjax.passes.simulator_program import (
+    pipeline_costs,
+    program_transfers,
+    simulate_program,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +80,25 @@ def estimate_program(
     if graph is None or cluster is None or program is None or not program.tasks:
         raise PlanError("an estimate needs a graph, a cluster and a scheduled program")
     prices = {f.name: fragment_price(program, f, cluster, efficiency) for f in program.fragments}
-    costs, prologue_s = _costs(program, prices)
-    transfers = {r.name: transfer_price(program, r, cluster) for r in program.reshards}
+    work_s = {name: price.seconds for name, price in prices.items()}
     in_flight = peak_in_flight(program.tasks)
     memory = tuple(
         stage_memory(graph, program, s, max(1, in_flight[s])) for s in range(len(program.meshes))
     )
-    timeline = simulate(
-        program.tasks, costs, transfers=transfers, prologue_s=prologue_s,
+    timeline = simulate_program(
+        program,
+        cluster,
+        work_s,
         activation_bytes=[m.activations for m in memory],
         static_bytes=[m.static_bytes for m in memory],
-    )  # fmt: skip
+    )
+    bound = lower_bound(_least_costs(program, cluster, work_s)).lower_s
     emulated = [
         (f.stage, dtype) for f in program.fragments for dtype in prices[f.name].compute.emulated
     ]
     return ProgramEstimate(
         timeline.makespan_s,
-        lower_bound(_bound_costs(program, costs, transfers)).lower_s,
+        bound,
         timeline,
         prices,
         memory,
@@ -101,43 +108,28 @@ def estimate_program(
     )
 
 
-def _costs(
-    program: Program, prices: Mapping[str, FragmentPrice]
-) -> tuple[PipelineCosts, list[float]]:
-    """Returns seconds per stage and kind of task, and of the prologues."""
-    stages = range(len(program.meshes))
+def _least_costs(program: Program, cluster: Cluster, work_s: Mapping[str, float]) -> PipelineCosts:
+    """Returns the pipeline with no more per boundary than any order must spend there.
 
-    def total(stage: int, phase: str) -> float:
-        mine = [f.name for f in program.fragments if f.stage == stage and f.phase == phase]
-        return sum(prices[name].seconds for name in mine)
-
-    def mean(stage: int, phase: str, kind: str) -> float:
-        # Lists may hold several tasks of a kind; the simulator prices each the same.
-        count = sum(t.kind == kind and t.microbatch is None for t in program.tasks[stage])
-        return total(stage, phase) / max(1, count)
-
-    whole = program.num_microbatches == 1
-    costs = PipelineCosts(
-        tuple(mean(s, "forward", "F") if whole else total(s, "forward") for s in stages),
-        tuple(mean(s, "backward", "B") if whole else total(s, "backward") for s in stages),
-        program.num_microbatches,
-        update_s=tuple(mean(s, "update", "update") for s in stages),
+    Of the values that cross together only the longest is sure to be waited for, and of the two ways
+    the quicker one stands for both.
+    """
+    costs = pipeline_costs(program, cluster, work_s)
+    prices = program_transfers(program, cluster)
+    least: dict[int, list[tuple[float, float]]] = {}
+    for source, target in (
+        (b + way, b + 1 - way) for b in range(costs.num_stages - 1) for way in (0, 1)
+    ):
+        crossing = [
+            (prices[r.name].serialisation_s, prices[r.name].latency_s)
+            for r in program.reshards
+            if (r.source, r.target, r.form) == (source, target, "micro")
+        ]
+        least.setdefault(min(source, target), []).append(max(crossing, default=(0.0, 0.0)))
+    both = [(min(a[0], b[0]), min(a[1], b[1])) for a, b in least.values()]
+    return costs.replace(
+        serialisation_s=tuple(s for s, _ in both), latency_s=tuple(x for _, x in both), lines=()
     )
-    return costs, [mean(s, "prologue", "prologue") for s in stages]
-
-
-def _bound_costs(
-    program: Program, costs: PipelineCosts, transfers: Mapping[str, Transfer]
-) -> PipelineCosts:
-    """Returns the pipeline with each boundary's transfers, for the bound."""
-    boundaries = range(max(0, len(program.meshes) - 1))
-    serialisation, latency = [0.0 for _ in boundaries], [0.0 for _ in boundaries]
-    for reshard in program.reshards:
-        if reshard.form == "micro" and reshard.target == reshard.source + 1:
-            price = transfers[reshard.name]
-            serialisation[reshard.source] += price.serialisation_s
-            latency[reshard.source] = max(latency[reshard.source], price.latency_s)
-    return costs.replace(serialisation_s=tuple(serialisation), latency_s=tuple(latency))
 
 
 def _over(program: Program, cluster: Cluster, memory: tuple[StageMemory, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a program costs on a cluster: fragments by roofline, collectives and transfers by link.
+"""What a program's fragments cost on a cluster: ops by roofline, collectives by link.
 
 Collectives that XLA puts into a fragment are read off the shardings at its border:
 
@@ -9,20 +9,18 @@ Collectives that XLA puts into a fragment are read off the shardings at its bord
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hetjax.ir.cluster import Cluster, DeviceKind
 from hetjax.ir.errors import PlanError
-from hetjax.ir.graph import Aval, Graph, Op, Ref, subgraphs
-from hetjax.ir.program import Fragment, Program, Reshard, Spec, StageMesh
+from hetjax.ir.graph import Aval, Op, Ref, subgraphs
+from hetjax.ir.program import Fragment, Program, Spec, StageMesh
 from hetjax.passes.cost.collectives import collective_price
 from hetjax.passes.cost.memory import parts_of, port_bytes, split_axes
 from hetjax.passes.cost.roofline import FREE, Efficiency, Price, op_price
 from hetjax.passes.cost.traffic import memory_traffic
-from hetjax.passes.simulator import Transfer
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
 # Ops that keep what is known of a parameter's sharding.
@@ -161,30 +159,3 @@ def _axis_reduction_s(axis: str, nbytes: float, mesh: StageMesh, cluster: Cluste
     inside = sum(cluster.devices[d].node == node for d in group)
     beside = max(1, min(groups, members // max(1, inside)))
     return collective_price(cluster, "all-reduce", group, nbytes, beside=beside).seconds
-
-
-def transfer_price(program: Program, reshard: Reshard, cluster: Cluster) -> Transfer:
-    """Returns what one send of a reshard costs.
-
-    Every target device gets its shard; devices that hold the same shard get it each.
-    """
-    source, target = program.meshes[reshard.source], program.meshes[reshard.target]
-    shard = reshard.nbytes / math.prod(target.parts(reshard.target_spec))
-    whole = shard * len(target.devices)
-    a, b = source.devices[0], target.devices[0]
-    link = cluster.link(a, b)
-    first, second = cluster.devices[a], cluster.devices[b]
-    if first.node == second.node:
-        nbytes = shard  # each device has a port of its own
-    elif first.site == second.site:
-        nodes = {cluster.devices[d].node for d in target.devices}
-        nbytes = whole / len(nodes)
-    else:
-        nbytes = whole
-    return Transfer(cluster.wires(a, b)[0], link.serialise_s(nbytes), link.latency_s)
-
-
-def emulated_dtypes(graph: Graph, kind: DeviceKind) -> tuple[str, ...]:
-    """Returns the dtypes of a step that a kind computes in only by means of another."""
-    seen = dict.fromkeys(avals.dtype for avals in graph.avals)
-    return tuple(d for d in seen if kind.emulates(d))
