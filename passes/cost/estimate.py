@@ -1,4 +1,4 @@
-"""One judgement of a program: how long a step takes, how near that is to the limit, what it holds."""
+"""One judgement of a program: seconds of a step, how near the limit that is, bytes it holds."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Collectives that XLA puts into a fragment are read off the shardings at its border:
 
   a product that contracts a split dimension of a parameter   all-reduce of its result
-  a sum over the batch, split over devices                     all-reduce of the sum, each microbatch
+  a sum over a batch that is split over devices               all-reduce of it, each microbatch
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fragment_price(
       efficiency: by device kind; the platform's assumed curve where absent.
 
     Raises:
-      PlanError: the ops have no costs, or the kind neither has nor emulates a dtype they compute in.
+      PlanError: the ops have no costs, or the kind has not and does not emulate one of their dtypes.
     """
     mesh = program.meshes[fragment.stage]
     kind = cluster.kind(mesh.kind)
