@@ -240,6 +240,14 @@ class Cluster:
         if found := problems(self.kinds, self.sites, self.nodes, self.links):
             raise ClusterError([f"cluster {self.name!r}: {sentence}" for _, sentence in found])
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.kinds, self.sites, self.nodes, self.links))
+
+    def __hash__(self) -> int:
+        # Searches look prices up by cluster; walking hundreds of nodes each time would dominate.
+        return self._hash
+
     # Devices.
 
     @functools.cached_property

@@ -64,6 +64,7 @@ class Profiles:
 
     def __init__(self, entries: Iterable[tuple[LayerKey, LayerTime]] = ()):
         self._times = dict(entries)
+        self._repaired: Profiles | None = None
 
     def __len__(self) -> int:
         return len(self._times)
@@ -110,6 +111,8 @@ class Profiles:
         noise, which only ever adds: forward and backward of a size become the least of it and all
         larger ones.
         """
+        if self._repaired is not None:
+            return self._repaired
         rows: dict[tuple[str, str, int, str], list[int]] = {}
         for k in self._times:
             rows.setdefault((k.model, k.kind, k.tensor, k.layer), []).append(k.microbatch)
@@ -122,7 +125,8 @@ class Profiles:
                 forward_s = min(forward_s, time.forward_s)
                 backward_s = min(backward_s, time.backward_s)
                 out[key] = dataclasses.replace(time, forward_s=forward_s, backward_s=backward_s)
-        return Profiles((key, out[key]) for key in self._times)
+        self._repaired = Profiles((key, out[key]) for key in self._times)
+        return self._repaired
 
     # Text.
 
