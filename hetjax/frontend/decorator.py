@@ -13,7 +13,6 @@ from hetjax.frontend.calls import flatten_call, is_in_place, rebuild_result
 from hetjax.frontend.entry import Entry
 from hetjax.frontend.planning import Options, build_bundle, parse_mesh
 from hetjax.frontend.tracing import leaf_types, trace_call
-from hetjax.ir.bundle import Bundle
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
 from hetjax.ir.plan import Plan
@@ -314,11 +313,6 @@ class Lowered:
     @property
     def plan(self) -> Plan:
         return self._entry.plan
-
-    @property
-    def bundle(self) -> Bundle:
-        """Returns the graph, cluster, plan and program."""
-        return self._entry.bundle
 
     def as_text(self) -> str:
         """Returns the MPMD program as text."""

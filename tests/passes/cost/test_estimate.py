@@ -78,7 +78,7 @@ def bundle_of(cluster=None, dtype="float32", rows=32, **options):
     params = net.init(jax.random.key(0), batch["x"])
     state = train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(1e-3))
     options = {"num_stages": 2, "num_microbatches": 4} | options
-    return hetjax.parallelize(step, cluster=cluster, **options).lower(state, batch).bundle
+    return hetjax.parallelize(step, cluster=cluster, **options).lower(state, batch)._entry.bundle
 
 
 @pytest.fixture(scope="module")
