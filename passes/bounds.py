@@ -42,6 +42,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from hetjax.passes.schedules.costs import PipelineCosts
 
 
@@ -153,59 +155,58 @@ def _lines(costs: PipelineCosts, fwd, bwd, head, tail) -> tuple[tuple[str, float
     return tuple(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _between(before: list[float], inner: list[float], after: list[float]) -> list[float]:
-    """Returns, for n from 0 on, the largest before[j] + inner[x] + after[r] with j + x + r = n, x >= 1."""
-    size = len(inner)
-    first = [0.0] * size
-    for n in range(1, size):
-        first[n] = max(before[j] + inner[n - j] for j in range(n))
-    out = [0.0] * size
-    for n in range(1, size):
-        out[n] = max(first[n - r] + after[r] for r in range(n))
-    return out
-
-
 def _recursion(costs: PipelineCosts, fwd, bwd, weight, limits, head, tail) -> float:
     """Returns max_s head_s + f_s(M) + tail_s of the module's recursion."""
     m, stages = costs.num_microbatches, costs.num_stages
     best, f = 0.0, [0.0] * (m + 1)
     for s in reversed(range(stages)):
-        forwards = [fwd[s] * n for n in range(m + 1)]
-        backwards = [bwd[s] * n for n in range(m + 1)]
-        own = [n * (fwd[s] + bwd[s]) for n in range(m + 1)]
         if s == stages - 1:
-            f = own
+            f = [n * (fwd[s] + bwd[s]) for n in range(m + 1)]
         else:
-            g = f
             crossing = 0.0
             if costs.crosses(s):
-                ser = costs.serialisation_s[s]
-                carried = [ser * n for n in range(m + 1)]
-                g = _between(carried, f, carried)
+                f = _with_ends(costs.serialisation_s[s], f, costs.serialisation_s[s])
                 crossing = 2 * costs.link_s[s]
-            inner = [0.0] + [g[n] + crossing + fwd[s] + bwd[s] for n in range(1, m + 1)]
-            f = [max(a, b) for a, b in zip(own, _between(forwards, inner, backwards))]
+            inner = [0.0] + [f[n] + (crossing + fwd[s] + bwd[s]) for n in range(1, m + 1)]
+            through = _with_ends(fwd[s], inner, bwd[s])
+            f = [max(n * (fwd[s] + bwd[s]), through[n]) for n in range(m + 1)]
         k = m if limits is None else limits[costs.device_of[s]]
         if k < m:
-            f = _within_memory(f, fwd[s], bwd[s], weight[s], k)
+            f = _within_memory(np.array(f), fwd[s], bwd[s], weight[s], k)
         best = max(best, head[s] + f[m] + tail[s])
     return best
 
 
-def _within_memory(f: list[float], fwd: float, bwd: float, weight: float, k: int) -> list[float]:
+def _with_ends(before: float, inner: list[float], after: float) -> list[float]:
+    """Returns, for n from 0 on, the largest j before + inner[x] + r after with j + x + r = n, x >= 1."""
+    first, out = [0.0, *inner[1:2]], [0.0, *inner[1:2]]
+    for n in range(2, len(inner)):
+        first.append(max(inner[n], first[-1] + before))
+        out.append(max(first[n], out[-1] + after))
+    return out
+
+
+def _within_memory(f: np.ndarray, fwd: float, bwd: float, weight: float, k: int) -> list[float]:
     """Returns the window f of a stage that may hold k activations."""
     size = len(f)
-    starts, ends = [0.0] * size, [0.0] * size  # P and Q
+    starts, ends = np.zeros(size), np.zeros(size)  # P and Q
+    gone = f + weight
     for j in range(1, size):
         back = max(0, j - k + 1)
         p = j * fwd + back * (bwd + weight)
-        q = j * bwd + back * fwd + back * weight
-        for a in range(back):
-            gone = f[j - k - a + 1] + weight
-            p = max(p, starts[a] + gone)
-            q = max(q, ends[a] + gone)
-        for a in range(1, j // 2 + 1):
-            p = max(p, starts[a] + starts[j - a])
-            q = max(q, ends[a] + ends[j - a])
+        q = j * bwd + back * (fwd + weight)
+        if back:
+            through = gone[back:0:-1]  # f(j-k-a+1) + W for a from 0 on
+            p = max(p, (starts[:back] + through).max())
+            q = max(q, (ends[:back] + through).max())
+        half = j // 2
+        if half:
+            p = max(p, (starts[1:half + 1] + starts[j - 1:j - half - 1:-1]).max())
+            q = max(q, (ends[1:half + 1] + ends[j - 1:j - half - 1:-1]).max())
         starts[j], ends[j] = p, q
-    return _between(starts, f, ends)
+    first, out = np.zeros(size), [0.0] * size
+    for n in range(1, size):
+        first[n] = (starts[:n] + f[n:0:-1]).max()
+    for n in range(1, size):
+        out[n] = float((first[n:0:-1] + ends[:n]).max())
+    return out
