@@ -117,7 +117,10 @@ def _own(
     if cluster is None:
         raise PlanError(f"{path} names the cluster {plan.cluster!r} but does not describe it; give --cluster FILE")
     verify_plan(plan, cluster)
-    timeline, costs, sources = simulate_plan(plan, cluster, bundle.program)
+    program = bundle.program
+    if bundle.graph is not None and program is not None and _priced(program):
+        return _estimated(path, bundle.replace(cluster=cluster), plan)
+    timeline, costs, sources = simulate_plan(plan, cluster, program)
     bound = lower_bound(costs)
     facts = {
         "ok": True, "plan": str(path), "format": "hetjax", "model": plan.name, "stages": plan.num_stages,
@@ -126,6 +129,29 @@ def _own(
         "bubble": timeline.bubble, "exposed_comm_s": max(timeline.exposed_comm_s), "sources": dict(sources),
     }
     return facts, lambda: chrome_trace(timeline, [f"stage {s}" for s in range(plan.num_stages)])
+
+
+def _priced(program: Any) -> bool:
+    """Returns whether a program is scheduled and its ops bear costs."""
+    return any(program.tasks) and all(op.cost for f in program.fragments for op in f.ops)
+
+
+def _estimated(path: Path, bundle: Any, plan: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """Returns the answer for a complete bundle: every op priced, memory by liveness."""
+    from hetjax.cli.gantt import chrome_trace
+    from hetjax.passes.cost.estimate import estimate_program
+
+    found = estimate_program(bundle)
+    facts = {
+        "ok": True, "plan": str(path), "format": "hetjax", "model": plan.name, "stages": plan.num_stages,
+        "microbatches": plan.num_microbatches, "iteration_s": found.iteration_s,
+        "lower_bound_s": found.lower_bound_s, "peak_bytes": list(found.peak_bytes),
+        "peak_in_flight": list(found.timeline.peak_in_flight), "bubble": found.bubble,
+        "exposed_comm_s": found.exposed_comm_s, "over_memory": list(found.over),
+        "emulated": [{"stage": s, "dtype": dtype} for s, dtype in found.emulated],
+        "sources": dict(found.sources),
+    }
+    return facts, lambda: chrome_trace(found.timeline, [f"stage {s}" for s in range(plan.num_stages)])
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -141,5 +167,9 @@ def _print(facts: dict[str, Any]) -> None:
         click.echo(f"peak memory          {', '.join(f'{b / 1e9:.2f}' for b in facts['peak_bytes'])} GB per stage")
     if "peak_in_flight" in facts:
         click.echo(f"peak in flight       {', '.join(map(str, facts['peak_in_flight']))} microbatches per stage")
+    for sentence in facts.get("over_memory", ()):
+        click.echo(f"does not fit: {sentence}")
+    for use in facts.get("emulated", ()):
+        click.echo(f"emulated: {use['dtype']} on stage {use['stage']}")
     for what, source in facts["sources"].items():
         click.echo(f"  {what}: {source}")

@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import numpy as np
 import optax
 import pytest
+from click.testing import CliRunner
 from flax import linen as nn
 from flax.training import train_state
 
 import hetjax
+from hetjax.cli.main import cli
 from hetjax.ir import presets
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
 from hetjax.ir.program import StageMesh
+from hetjax.ir.text import print_bundle
 from hetjax.passes.cost.estimate import estimate_program
 from hetjax.passes.cost.memory import fragment_memory, stage_memory
 from hetjax.passes.cost.program_price import axis_group, fragment_price
@@ -72,18 +76,26 @@ def step(state, batch):
 
 
 @functools.cache
-def bundle_of(cluster=None, dtype="float32", rows=32, **options):
-    net = Net(dtype=dtype)
-    batch = {"x": np.zeros((rows, 64), np.float32), "y": np.zeros((rows, 1), np.float32)}
-    params = net.init(jax.random.key(0), batch["x"])
-    state = train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(1e-3))
+def bundle_of(cluster=None, dtype="float32", rows=4096, width=2048, **options):
+    """Returns a lowered step; only shapes exist, so that it can be large enough to be worth a cut."""
+    net = Net(width, dtype)
+    batch = {
+        "x": jax.ShapeDtypeStruct((rows, width), np.float32),
+        "y": jax.ShapeDtypeStruct((rows, 1), np.float32),
+    }
+
+    def create(x):
+        params = net.init(jax.random.key(0), x)
+        return train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(1e-3))
+
+    state = jax.eval_shape(create, batch["x"])
     options = {"num_stages": 2, "num_microbatches": 4} | options
     return hetjax.parallelize(step, cluster=cluster, **options).lower(state, batch)._entry.bundle
 
 
 @pytest.fixture(scope="module")
 def local():
-    return bundle_of(mesh="2,2")
+    return bundle_of(mesh="2,2", rows=32, width=64)
 
 
 def test_fragments_take_and_give_what_xla_says(local):
@@ -101,7 +113,7 @@ def test_fragments_take_and_give_what_xla_says(local):
 
 def test_state_and_gradients_of_all_stages_are_the_models(local):
     memory = [stage_memory(local.graph, local.program, s, 2) for s in range(2)]
-    whole = [stage_memory(b.graph, b.program, s, 2) for b in [bundle_of(mesh="1,1")] for s in range(2)]
+    whole = [stage_memory(b.graph, b.program, s, 2) for b in [bundle_of(mesh="1,1", rows=32, width=64)] for s in range(2)]
     graph = local.graph
     params = [a for a in graph.inputs if a.role == "state" and "opt_state" not in a.path]
     nbytes = sum(graph.avals[a.ref].nbytes for a in params)
@@ -134,8 +146,9 @@ def test_work_by_hand_at_ideal_efficiency():
     program = bundle.program
     prices = {f.name: fragment_price(program, f, bundle.cluster, ideal) for f in program.fragments}
     # Two operations per weight and row forward; backward twice that, less the input gradient of the
-    # very first layer. Eight rows a microbatch.
-    weights, first, rows = 2 * 2 * 64 * 256 + 64, 64 * 256, 8
+    # very first layer. 1024 rows a microbatch.
+    width, rows = 2048, 1024
+    weights, first = 2 * 2 * width * 4 * width + width, width * 4 * width
     forward = sum(p.seconds for name, p in prices.items() if name.endswith("forward"))
     backward = sum(p.seconds for name, p in prices.items() if name.endswith("backward"))
     assert forward == pytest.approx(2 * rows * weights / 1e14, rel=1e-6)
@@ -177,10 +190,10 @@ def test_a_dtype_is_emulated_and_said_or_refused_with_the_stage():
 
 
 def test_what_does_not_fit_is_told_with_the_numbers():
-    tiny = '[kinds.tiny]\nlike = "t4"\nmemory_bytes = 100_000\n'
+    tiny = '[kinds.tiny]\nlike = "t4"\nmemory_bytes = 100_000_000\n'
     estimate = estimate_program(bundle_of(two_sites("tiny", tiny), mesh="1,1"))
     assert len(estimate.over) == 2
-    assert "stage 0 needs" in estimate.over[0] and "which has 0.0001 GB" in estimate.over[0]
+    assert "stage 0 needs" in estimate.over[0] and "which has 0.1 GB" in estimate.over[0]
 
 
 def test_groups_along_an_axis():
@@ -192,3 +205,18 @@ def test_groups_along_an_axis():
 def test_a_bundle_without_program_is_refused(local):
     with pytest.raises(PlanError, match="an estimate needs"):
         estimate_program(local.replace(program=None))
+
+
+def test_the_command_estimates_a_complete_bundle(tmp_path):
+    bundle = bundle_of(two_sites("v100-16g"), dtype="bfloat16", mesh="1,1")
+    (tmp_path / "step.hj").write_text(print_bundle(bundle))
+    words = ["simulate", str(tmp_path / "step.hj"), "--trace", str(tmp_path / "trace.json")]
+    facts = json.loads(CliRunner().invoke(cli, [*words, "--json"], standalone_mode=False).stdout)
+    expected = estimate_program(bundle)
+    assert facts["iteration_s"] == pytest.approx(expected.iteration_s)
+    assert facts["peak_bytes"] == list(expected.peak_bytes)
+    assert facts["lower_bound_s"] <= facts["iteration_s"]
+    assert facts["emulated"] == [{"stage": s, "dtype": "bf16"} for s in (0, 1)]
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 16
+    said = CliRunner().invoke(cli, words, standalone_mode=False).stdout
+    assert "peak memory" in said and "emulated: bf16 on stage 1" in said
