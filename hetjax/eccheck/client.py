@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import socket
@@ -24,6 +25,7 @@ from hetjax.ir.errors import CheckpointError
 # fence each other off.
 _epochs: dict[str, int] = {}
 _epochs_lock = threading.Lock()
+_log = logging.getLogger("hetjax.eccheck")
 
 
 class EccheckWarning(UserWarning):
@@ -90,6 +92,7 @@ class Client:
         self.pace: Pacer = RateLimit(config.rate_limit_bytes_s)
         self.sent_bytes = 0
         self.local_bytes = 0
+        self.notes: list[str] = []
         self._local: LocalMemory | None = None
         self._lock = threading.Lock()
         self._id_of: dict[str, str] = {}
@@ -115,7 +118,11 @@ class Client:
                         self.config.rpc_timeout_s,
                     )
                 except CheckpointError as error:
-                    warn(f"{error}; this process sends everything over the network")
+                    # Often in a background thread, so noted here and told by the tier later.
+                    note = f"{error}; this process sends everything over the network"
+                    if note not in self.notes:
+                        self.notes.append(note)
+                        _log.warning("%s", note)
             return self._local
 
     def probe(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

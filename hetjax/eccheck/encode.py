@@ -49,15 +49,19 @@ class PutStream:
                 peer.put(messages(), timeout_s=timeout_s)
             except BaseException as error:
                 self._error = error
-                while self._drain():
-                    pass
 
         self._thread = threading.Thread(target=run, name="eccheck-put", daemon=True)
         self._thread.start()
 
-    def _drain(self) -> bool:
-        # After a failure the producer must not block on a full queue.
-        return self._queue.get() is not None
+    def _offer(self, message: bytes | None) -> None:
+        # Not a plain put: after a failure nobody empties the queue any more.
+        while self._error is None:
+            try:
+                return self._queue.put(message, timeout=0.2)
+            except queue.Full:
+                continue
+        self.abandon()
+        raise self._error
 
     def send(self, stripe: int, block: int, sums: np.ndarray, data: Any) -> None:
         """Queues some blocks.
@@ -65,11 +69,7 @@ class PutStream:
         Raises:
           AgentError: the stream has failed.
         """
-        if self._error is not None:
-            raise self._error
-        self._queue.put(
-            wire.pack({"s": stripe, "b": block, "n": len(sums)}, sums.tobytes(), data)
-        )
+        self._offer(wire.pack({"s": stripe, "b": block, "n": len(sums)}, sums.tobytes(), data))
 
     def close(self) -> None:
         """Ends the stream and waits until the agent has everything.
@@ -77,7 +77,7 @@ class PutStream:
         Raises:
           AgentError: the stream has failed.
         """
-        self._queue.put(None)
+        self._offer(None)
         self._thread.join()
         if self._error is not None:
             raise self._error

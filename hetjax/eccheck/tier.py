@@ -98,7 +98,7 @@ class Tier:
     def tell(self) -> None:
         """Warns, in the calling thread, of what background saves noted; each thing once."""
         with self._lock:
-            notes = [note for note in dict.fromkeys(self._notes) if note not in self._told]
+            notes = [note for note in dict.fromkeys([*self.client.notes, *self._notes]) if note not in self._told]
             self._notes = []
         if notes:
             self._told.update(notes)

@@ -39,11 +39,12 @@ class Fleet:
     def __init__(self, folder: pathlib.Path):
         self.folder, self.hosts, self._count = folder, [], 0
 
-    def start(self, count, *, memory="4MiB", versions=2, job="test", port=0, env=None, extra=()):
+    def start(self, count, *, memory="4MiB", versions=2, job="test", port=0, env=None, extra=(),
+              socket=""):
         """Starts agents and waits until each answers; returns them."""
         started = []
         for _ in range(count):
-            path = str(self.folder / f"s{self._count}")
+            path = socket or str(self.folder / f"s{self._count}")
             self._count += 1
             arguments = [
                 sys.executable, "-m", "hetjax", "agent", "--listen", f"127.0.0.1:{port}",
@@ -66,7 +67,7 @@ class Fleet:
         """Starts an empty agent on the address of a killed one, as a replacement host would."""
         fresh = self.start(
             1, port=int(host.address.rpartition(":")[2]), memory=_value(host, "--memory"),
-            versions=int(_value(host, "--versions")), job=_value(host, "--job"),
+            versions=int(_value(host, "--versions")), job=_value(host, "--job"), socket=host.socket,
         )[0]
         assert fresh.address == host.address
         self.hosts[self.hosts.index(host)] = fresh
