@@ -269,7 +269,10 @@ class ECCheckpointManager(ocp.AbstractCheckpointManager):
         }
         others = {name: a for name, a in items.items() if not is_tree(a)}
         snapshot = self._tier.snapshot(trees, save_files(others, self._registry))
-        extra: dict[str, Any] = {"files": {name: type(a).__name__ for name, a in others.items()}}
+        extra: dict[str, Any] = {"files": {
+            name: "json" if isinstance(a, ocp.args.JsonSave) else type(a).__name__
+            for name, a in others.items()
+        }}
         if metrics is not None:
             extra["metrics"] = metrics
         self._last_started = step
@@ -330,7 +333,7 @@ class ECCheckpointManager(ocp.AbstractCheckpointManager):
         items: dict[str, Any] = {name: ocp.args.StandardRestore() for name in trees}
         kinds: Mapping[str, str] = reader.manifest.extra.get("files", {})
         for name in files:
-            if kinds.get(name) == "JsonSave":
+            if kinds.get(name) == "json":
                 items[name] = ocp.args.JsonRestore()
             else:
                 warn(f"item '{name}' ({kinds.get(name)}) is left out; name its restore arguments")

@@ -80,7 +80,7 @@ class Peer:
     def _error(self, error: Any) -> AgentError:
         code = error.code().name.lower() if error.code() else "internal"
         detail = error.details() or ""
-        if code == "deadline_exceeded":
+        if code == "deadline_exceeded" and detail.lower().startswith("deadline exceeded"):
             detail = "no answer within the deadline; it is stopped, overloaded or cut off"
         elif code == "unavailable":
             detail = f"not reachable ({detail}); is `hetjax agent` running there?"

@@ -99,7 +99,10 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 def dtype_name(dtype: np.dtype) -> str:
     """Returns a name that `named_dtype` understands, also for bfloat16, int4, float8 and the like."""
-    return dtype.str if dtype.kind in "biufcSUmM" and dtype.isbuiltin == 1 else dtype.name
+    import ml_dtypes
+
+    # The str of bfloat16 and its like means raw bytes or nothing at all.
+    return dtype.name if hasattr(ml_dtypes, dtype.name) else dtype.str
 
 
 def named_dtype(name: str) -> np.dtype:

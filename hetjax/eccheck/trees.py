@@ -240,7 +240,7 @@ def _finish(meta: Mapping[str, Any], wish: Wish, leaf: _Leaf | None, how: Any) -
 def _assemble(shape: Sequence[int], dtype: Any, sharding: Any, part: Any) -> Any:
     import jax
 
-    if dtype.itemsize == 8 and not jax.config.read("jax_enable_x64"):
+    if dtype.itemsize >= 8 and not jax.config.read("jax_enable_x64"):
         with jax.enable_x64(True):
             return jax.make_array_from_callback(tuple(shape), sharding, part)
     return jax.make_array_from_callback(tuple(shape), sharding, part)

@@ -131,10 +131,16 @@ def agent_memory(host, job="test", token=""):
     return attach(host.socket, job, token, 5.0).bytes
 
 
+@pytest.fixture
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Returns a function that gives a port nobody listens on."""
+
+    def find():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    return find
 
 
 @pytest.fixture
