@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hetjax.ir.graph import Graph, Op, Ref, definitions, users
 from hetjax.ir.microbatching import Microbatching
 from hetjax.passes.follow_updates import follow_updates
+from hetjax.passes.prover.analysis import is_parameter
 
 # What an op is to the schedule:
 #   once      before the microbatches, at full batch, on every stage that needs it
@@ -45,14 +46,8 @@ class Placement:
 
 
 def parameter_refs(graph: Graph) -> frozenset[Ref]:
-    """Returns the inputs that count as parameters: inexact arrays of the state, captured arrays."""
-    return frozenset(
-        a.ref
-        for a in graph.inputs
-        if a.role in ("state", "const")
-        and graph.avals[a.ref].is_inexact
-        and graph.avals[a.ref].ndim > 0
-    )
+    """Returns the inputs that count as parameters, as the prover sees them."""
+    return frozenset(a.ref for a in graph.inputs if is_parameter(a, graph.avals[a.ref]))
 
 
 def depends_on(graph: Graph, sources: Iterable[Ref]) -> list[bool]:

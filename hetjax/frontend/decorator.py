@@ -282,6 +282,16 @@ class ParallelFunction:
             "plans": len(self._entries),
         }
 
+    def block_until_ready(self) -> None:
+        """Waits for all work that calls have started.
+
+        Raises:
+          RuntimeFault: a stage failed; names stage, microbatch and modules.
+        """
+        for entry in self._entries.values():
+            if entry.executor is not None:
+                entry.executor.drain()
+
     def abstract_state(self) -> Any:
         """Returns the arguments that hold state as ShapeDtypeStructs with their shardings (for orbax).
 

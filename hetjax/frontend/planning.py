@@ -152,9 +152,7 @@ def _prove(graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool
     if small is None:
         raise PlanError("nothing was traced")
     micro = prove(graph, small, num)
-    if micro.refusal is not None and accept:
-        micro = dataclasses.replace(micro, accepted=True)
-    return micro
+    return prove(graph, small, num, accept=True) if micro.refusal is not None and accept else micro
 
 
 def refused(refusal: Refusal, num: int) -> MicrobatchError:

@@ -15,6 +15,9 @@ from hetjax.runtime.meshes import named_sharding
 # Launches in flight per mesh on the CPU backend: more can starve its collectives of threads (measured: 64 hang, 16 do not).
 MAX_IN_FLIGHT = 16
 
+# Elsewhere launches are only remembered, so that a fault can be traced to its task.
+MAX_REMEMBERED = 256
+
 _Key = tuple[int, int, str | int]  # stage, ref, form or microbatch
 
 
@@ -220,7 +223,7 @@ class Executor:
                     for slot, array in zip(instruction.outputs, results):
                         values[slot] = array
                     counters.launches += 1
-                    if self._cap and results:
+                    if results:
                         self._bound(instruction.task, results[0])
                 else:
                     moved = jax.device_put([values[i] for i in instruction.sources], instruction.shardings)
@@ -237,13 +240,13 @@ class Executor:
         return [None if s is None else values[s] for s in self._result_slots]
 
     def _bound(self, task: Task, array: Any) -> None:
-        """Waits for the oldest launch of a mesh when too many are in flight."""
+        """Remembers a launch, and waits for the oldest of its mesh when too many are in flight."""
         queue = self._in_flight[task.stage]
-        queue.append((task, array))
-        if len(queue) > MAX_IN_FLIGHT:
+        queue.append((self.counters.launches, task, array))
+        if len(queue) > (MAX_IN_FLIGHT if self._cap else MAX_REMEMBERED):
             self._wait(*queue.popleft())
 
-    def _wait(self, task: Task, array: Any) -> None:
+    def _wait(self, _: int, task: Task, array: Any) -> None:
         try:
             if not array.is_deleted():
                 array.block_until_ready()
@@ -251,16 +254,23 @@ class Executor:
             raise self._fault_of(task, error) from error
 
     def drain(self) -> None:
-        """Waits for every launch in flight.
+        """Waits for every launch in flight, in the order they were made.
 
         Raises:
-          RuntimeFault: one of them failed.
+          RuntimeFault: one of them failed; the first that did is named.
         """
+        launches = sorted((x for queue in self._in_flight for x in queue), key=lambda x: x[0])
         for queue in self._in_flight:
-            while queue:
-                self._wait(*queue.popleft())
+            queue.clear()
+        for launch in launches:
+            self._wait(*launch)
 
     def _fault(self, instruction: _Run | _Move, error: Exception) -> RuntimeFault:
+        """Returns the fault of the launch that failed first: others only received its failure."""
+        try:
+            self.drain()
+        except RuntimeFault as first:
+            return first
         task = instruction.task if isinstance(instruction, _Run) else instruction.tasks[0]
         return self._fault_of(task, error)
 
@@ -277,5 +287,11 @@ class Executor:
         mesh = self.program.meshes[task.stage]
         return RuntimeFault(
             f"{task.work} failed on {where} ({len(mesh.devices)} x {mesh.kind} in {mesh.site}{modules}): "
-            f"{type(error).__name__}: {error}"
+            f"{_last_line(error)}"
         )
+
+
+def _last_line(error: Exception) -> str:
+    """Returns what an error says at its end: a callback's own message ends a long report of frames."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if len(lines) > 3 else f"{type(error).__name__}: {error}"

@@ -32,7 +32,9 @@ _HEAVY = frozenset({
 })  # fmt: skip
 
 
-def prove(full: Graph, micro: Graph, num_microbatches: int, *, strict: bool = False) -> Microbatching:
+def prove(
+    full: Graph, micro: Graph, num_microbatches: int, *, strict: bool = False, accept: bool = False
+) -> Microbatching:
     """Returns how each value of a step follows from its microbatches, or why one does not.
 
     Args:
@@ -40,6 +42,8 @@ def prove(full: Graph, micro: Graph, num_microbatches: int, *, strict: bool = Fa
       micro: the same traced at 1/M of the batch.
       num_microbatches: M.
       strict: let a failing rule raise instead of counting it as "cannot be typed"; for tests.
+      accept: type what cannot be proved by its meaning per microbatch: slices are concatenated, what
+        has no batch axis is averaged. The refusal is kept; `accepted` says that it was overruled.
 
     Returns:
       A `Microbatching` of `micro`. Where `refusal` is None its types hold; else they are a
@@ -54,7 +58,7 @@ def prove(full: Graph, micro: Graph, num_microbatches: int, *, strict: bool = Fa
         return _mismatch(full, micro, num_microbatches, e)
     whole: set[Ref] = set()
     while True:
-        walk = _Walk(full, pair, num_microbatches, strict, frozenset(whole))
+        walk = _Walk(full, pair, num_microbatches, strict, frozenset(whole), accept)
         walk.run(inputs)
         if walk.wanted_whole <= whole:
             return walk.result(micro)
@@ -97,6 +101,7 @@ class _Walk:
 
     Attributes:
       whole: refs of indices along the batch that an earlier pass found must come from the whole batch.
+      accept: whether ops that cannot be typed run per microbatch all the same.
       types: of each ref so far.
       parametric: refs that depend on parameters.
       hoisted: refs computed once at full batch.
@@ -111,6 +116,7 @@ class _Walk:
     num_microbatches: int
     strict: bool
     whole: frozenset[Ref]
+    accept: bool
     types: dict[Ref, Type] = dataclasses.field(default_factory=dict)
     parametric: set[Ref] = dataclasses.field(default_factory=set)
     hoisted: set[Ref] = dataclasses.field(default_factory=set)
@@ -149,7 +155,9 @@ class _Walk:
                 try:
                     outs = self._type(typer, line, ins)
                 except Untypable as e:
-                    if parametric:
+                    if parametric and self.accept and guarded[i]:
+                        self._per_microbatch(i, op, self._explained(refs, i, e, kinds))
+                    elif parametric:
                         self._step_level(i, op, kinds, guarded[i], self._explained(refs, i, e, kinds))
                     else:
                         self._hoist(i, op)
@@ -203,6 +211,21 @@ class _Walk:
             self.types[r] = STEP_LEVEL
             self.cause[r] = why
 
+    def _per_microbatch(self, i: int, op: Op, why: tuple[int, Untypable]) -> None:
+        """Types an op by what it means to each microbatch on its own."""
+        if self.refusal is None:
+            at, error = why
+            self.refusal = refusal_at(self.full, at, error, reader=None if at == i else i)
+        # An average over microbatches is S, 1; what it lacks or exceeds of that power, its slices have.
+        known = [self.types[r] for r in op.refs]
+        power = max(
+            (t.power - (t.kind == "S") for t in known if isinstance(t, BatchType) and t.kind in "RBS"), default=0
+        )
+        for r in op.outputs:
+            axis = batch_axis(self.pair.avals[r].shape, self.pair.micro_avals[r].shape, self.num_microbatches)
+            self.types[r] = BatchType("S", 1 + power) if axis is None else BatchType("B", power, axis)
+            self.cause[r] = why
+
     def _join(self, ref: Ref) -> None:
         """Notes that a value is needed whole: positions that depend on parameters cannot be."""
         stack = [ref]
@@ -245,6 +268,7 @@ class _Walk:
         return Microbatching(
             self.num_microbatches, micro, tuple(final), frozenset(self.hoisted),
             frozenset(positions), self.refusal,
+            accepted=self.accept and self.refusal is not None,
         )
 
 

@@ -107,18 +107,17 @@ def test_options_given_as_positions():
 
 TWO_SITES = """
 name = "two-sites"
-[[nodes]]
+[[sites]]
 name = "east"
-site = "east"
+[[sites.nodes]]
 kind = "a100-80g"
 devices = 2
-[[nodes]]
+[[sites]]
 name = "west"
-site = "west"
+[[sites.nodes]]
 kind = "v100-16g"
 devices = 2
-[[links]]
-name = "wan"
+[links.wan]
 between = ["east", "west"]
 bandwidth_gbit_s = 10
 latency_ms = 5

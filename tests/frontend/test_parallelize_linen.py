@@ -275,3 +275,23 @@ def test_optimizer_state_of_other_shapes_and_frozen_parts():
     _, ours, _, theirs, _ = run_both(step, state, batch, num_stages=2, num_microbatches=2, mesh="2,1")
     assert_same(ours, theirs, rtol=1e-5)
     np.testing.assert_array_equal(ours.params["embed"]["embedding"], state.params["embed"]["embedding"])
+
+
+def test_per_microbatch_means_the_average_over_microbatches():
+    _, state, batch = make_linen()
+
+    def loss_fn(params, tokens):
+        logits = state.apply_fn({"params": params}, tokens)
+        return ((logits - logits.mean(axis=0)) ** 2).mean()
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch["tokens"])
+        return state.apply_gradients(grads=grads), loss
+
+    parallel = hetjax.parallelize(step, num_stages=2, num_microbatches=2, mesh="1,1", per_microbatch=True)
+    ours, loss = parallel(state, batch)
+    halves = [jax.value_and_grad(loss_fn)(state.params, t) for t in np.split(batch["tokens"], 2)]
+    grads = jax.tree.map(lambda a, b: (a + b) / 2, halves[0][1], halves[1][1])
+    assert_same(ours.params, state.apply_gradients(grads=grads).params)
+    np.testing.assert_allclose(loss, (halves[0][0] + halves[1][0]) / 2, rtol=1e-6)
+    assert parallel.plan.per_microbatch
