@@ -8,7 +8,7 @@ os.environ["NPROC"] = "32"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8"
     # Tests compile hundreds of small programs once each: a third of the time without LLVM's expensive passes.
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_llvm_disable_expensive_passes=true"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
