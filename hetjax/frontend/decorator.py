@@ -12,7 +12,7 @@ from typing import Any, overload
 from hetjax.frontend.calls import flatten_call, is_in_place, rebuild_result
 from hetjax.frontend.entry import Entry
 from hetjax.frontend.planning import Options, build_bundle, parse_mesh
-from hetjax.frontend.tracing import leaf_types, trace_call
+from hetjax.frontend.tracing import leaf_marks, leaf_types, trace_call
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
 from hetjax.ir.plan import Plan
@@ -114,6 +114,7 @@ class ParallelFunction:
         self._in_place = is_in_place(fn)
         self._entries: dict[Any, Entry] = {}
         self._latest: Entry | None = None
+        self._last: tuple[Any, list[Any], Entry] | None = None  # the call before, to find its entry fast
         self._devices: tuple[Any, ...] | None = None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -125,11 +126,13 @@ class ParallelFunction:
         if os.environ.get("HETJAX_DISABLE") == "1":
             return self._plain_jit()(*args, **kwargs)
         leaves, structure = flatten_call(args, kwargs, self._in_place)
-        key = (structure, leaf_types(leaves))
-        entry = self._entries.get(key)
-        if entry is None or entry.executor is None:
-            entry = self._entry(key, leaves, structure)
+        marks = leaf_marks(leaves)
+        if self._last is not None and self._last[0] == structure and self._last[1] == marks:
+            entry = self._last[2]
+        else:
+            entry = self._entry((structure, leaf_types(leaves)), leaves, structure)
             entry.compile(self.devices, self._progress)
+            self._last = (structure, marks, entry)
         self._latest = entry
         results = entry.run(leaves)
         return rebuild_result(structure, entry.returned, results, args, kwargs)
