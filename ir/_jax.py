@@ -207,3 +207,55 @@ def new_equation(
 def open_jaxpr(name: str, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
     """Returns an open jaxpr without constvars."""
     return build_jaxpr(name, invars, outvars, eqns).jaxpr
+
+
+def lower_to_module(function: Callable[..., Any], structs: Sequence[Any]) -> Any:
+    """Returns the StableHLO module of a function of arrays; every argument is kept."""
+    return jax.jit(function, keep_unused=True).lower(*structs).compiler_ir("stablehlo")
+
+
+def rename_functions(module: Any, name: str, attributes: dict[str, str]) -> tuple[str, list[str], list[str]]:
+    """Returns the functions of a lowered module as text, its entry renamed, and the entry's types.
+
+    Args:
+      module: of `lower_to_module`; changed in place.
+      name: of the entry; the other functions are called after it.
+      attributes: MLIR text by name, set on the entry.
+    """
+    from jax.extend.mlir import ir  # the module JAX lowered to is jaxlib's
+
+    with module.context:
+        functions = [op for op in module.body.operations if op.operation.name == "func.func"]
+        for op in functions:
+            old = ir.StringAttr(op.operation.attributes["sym_name"]).value
+            new = name if old == "main" else f"{name}.{old}"
+            ir.SymbolTable.replace_all_symbol_uses(old, new, module.operation)
+            ir.SymbolTable.set_symbol_name(op.operation, new)
+            op.operation.attributes["sym_visibility"] = ir.StringAttr.get("private")
+        entry = functions[0]
+        for key, text in attributes.items():
+            entry.operation.attributes[key] = ir.Attribute.parse(text)
+        kind = ir.FunctionType(ir.TypeAttr(entry.operation.attributes["function_type"]).value)
+        body = "\n".join(str(op) for op in functions)
+        return body, [str(t) for t in kind.inputs], [str(t) for t in kind.results]
+
+
+def parse_module(text: str) -> Any:
+    """Returns the verified MLIR module of a text in the dialects jaxlib has, mpmd included.
+
+    Raises:
+      ValueError: the text does not parse or breaks a rule of its dialects.
+    """
+    from jaxlib.mlir.dialects import mpmd  # Shardy's dialect of programs on several meshes
+
+    context = lower_to_module(lambda: (), []).context
+    mpmd.register_dialect(context)
+    from jax.extend.mlir import ir
+
+    try:
+        with context:
+            module = ir.Module.parse(text, context)
+            module.operation.verify()
+            return module
+    except ir.MLIRError as error:
+        raise ValueError(str(error)) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hetjax.ir import _jax
@@ -106,13 +106,18 @@ def import_jaxpr(
     return _finish(builder, name, outputs)
 
 
-def inline_calls(graph: Graph) -> Graph:
+def inline_calls(graph: Graph, allow: Callable[[Op], bool] = lambda op: True) -> Graph:
     """Returns the graph with every op that only calls a jaxpr replaced by that jaxpr's ops.
 
     Name stacks are concatenated, or the regions of a jitted step would be lost. Returns the same
     object when there is nothing to inline.
+
+    Args:
+      graph: calls and all.
+      allow: asked once for each call op of the graph itself; what it refuses stays.
     """
-    if not any(map(_is_call, graph.ops)):
+    allowed = {id(op) for op in graph.ops if _is_call(op) and allow(op)}
+    if not allowed:
         return graph
     builder = _Builder()
     env: dict[Ref, Atom] = {}
@@ -123,7 +128,7 @@ def inline_calls(graph: Graph) -> Graph:
         else:
             env[argument.ref] = builder.argument(graph.avals[argument.ref], argument)
     lost: dict[int, Ref] = {}
-    for op in filter(_is_call, graph.ops):
+    for op in (op for op in graph.ops if id(op) in allowed):
         if op.eqn is None:
             _capture_text(builder, op.param(_jax.CALLS[op.primitive]), lost)
         else:
@@ -134,11 +139,11 @@ def inline_calls(graph: Graph) -> Graph:
 
     for op in graph.ops:
         inputs = tuple(map(look, op.inputs))
-        if _is_call(op) and op.eqn is None:
-            env.update(zip(op.outputs, _inline_text(builder, op, inputs, (), lost), strict=True))
-        elif _is_call(op):
+        if id(op) in allowed and op.eqn is None:
+            env.update(zip(op.outputs, _inline_text(builder, op, inputs, (), "", lost), strict=True))
+        elif id(op) in allowed:
             body = op.eqn.params[_jax.CALLS[op.primitive]]
-            env.update(zip(op.outputs, _inline(builder, body, inputs, op.scopes), strict=True))
+            env.update(zip(op.outputs, _inline(builder, body, inputs, op.scopes, op.source), strict=True))
         else:
             outputs = tuple(builder.value(graph.avals[r]) for r in op.outputs)
             env.update(zip(op.outputs, outputs, strict=True))
@@ -184,11 +189,11 @@ def _capture_text(builder: _Builder, body: Graph, lost: dict[int, Ref]) -> None:
 
 
 def _inline_text(
-    builder: _Builder, call: Op, inputs: tuple[Atom, ...], prefix: Scopes, lost: dict[int, Ref]
+    builder: _Builder, call: Op, inputs: tuple[Atom, ...], prefix: Scopes, source: str, lost: dict[int, Ref]
 ) -> list[Atom]:
     """Appends the ops of a call out of text; returns what its results became."""
     body: Graph = call.param(_jax.CALLS[call.primitive])
-    scopes = prefix + call.scopes
+    scopes, source = prefix + call.scopes, call.source or source
     given = [a for a in body.inputs if id(a) not in lost]
     env: dict[Ref, Atom] = {a.ref: lost[id(a)] for a in body.inputs if id(a) in lost}
     env.update(zip((a.ref for a in given), inputs, strict=True))
@@ -199,11 +204,13 @@ def _inline_text(
     for op in body.ops:
         operands = tuple(map(look, op.inputs))
         if _is_call(op):
-            results: Sequence[Atom] = _inline_text(builder, op, operands, scopes, lost)
+            results: Sequence[Atom] = _inline_text(builder, op, operands, scopes, source, lost)
         else:
             results = outputs = tuple(builder.value(body.avals[r]) for r in op.outputs)
             builder.ops.append(
-                dataclasses.replace(op, inputs=operands, outputs=outputs, scopes=scopes + op.scopes)
+                dataclasses.replace(
+                    op, inputs=operands, outputs=outputs, scopes=scopes + op.scopes, source=op.source or source
+                )
             )
         env.update(zip(op.outputs, results, strict=True))
     return [look(r.atom) for r in body.outputs]
@@ -232,34 +239,40 @@ def _atom(builder: _Builder, env: dict[Any, Atom], atom: Any) -> Atom:
 
 
 def _emit(
-    builder: _Builder, jaxpr: Any, env: dict[Any, Atom], prefix: Scopes, *, inline: bool
+    builder: _Builder, jaxpr: Any, env: dict[Any, Atom], prefix: Scopes, *, inline: bool, source: str = ""
 ) -> None:
-    """Appends the ops of `jaxpr`; `prefix` is the name stack of the calls around it."""
+    """Appends the ops of `jaxpr`; `prefix` is the name stack of the calls around it.
+
+    An equation of library code has no line of the user's: it takes `source`, that of the call.
+    """
     for eqn in jaxpr.eqns:
         inputs = tuple(_atom(builder, env, a) for a in eqn.invars)
         scopes = prefix + _jax.name_scopes(eqn)
         body = eqn.params.get(_jax.CALLS.get(eqn.primitive.name)) if inline else None
+        here = builder.source(eqn) or source
         if body is not None:
-            env.update(zip(eqn.outvars, _inline(builder, body, inputs, scopes), strict=True))
+            env.update(zip(eqn.outvars, _inline(builder, body, inputs, scopes, here), strict=True))
             continue
         outputs = tuple(builder.value(aval_of(v.aval)) for v in eqn.outvars)
         env.update(zip(eqn.outvars, outputs))
         params = tuple((k, encode_param(k, v, _region)) for k, v in sorted(eqn.params.items()))
         builder.ops.append(
             Op(
-                eqn.primitive.name, inputs, outputs, params, source=builder.source(eqn),
+                eqn.primitive.name, inputs, outputs, params, source=here,
                 scopes=scopes, eqn=eqn,
             )
         )
 
 
-def _inline(builder: _Builder, body: Any, inputs: tuple[Atom, ...], scopes: Scopes) -> list[Atom]:
+def _inline(
+    builder: _Builder, body: Any, inputs: tuple[Atom, ...], scopes: Scopes, source: str
+) -> list[Atom]:
     """Appends the ops of a call's body; returns what its results became."""
     jaxpr, consts = _jax.as_jaxpr(body) or (body, ())
     env: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         env[var] = _known(builder.captured(const))
-    _emit(builder, jaxpr, env, scopes, inline=True)
+    _emit(builder, jaxpr, env, scopes, inline=True, source=source)
     return [_atom(builder, env, out) for out in jaxpr.outvars]
 
 

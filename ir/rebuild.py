@@ -17,6 +17,7 @@ from hetjax.ir.dtypes import is_dtype_name, is_key
 from hetjax.ir.errors import LoweringError
 from hetjax.ir.exporter import numpy_dtype, to_jax_aval
 from hetjax.ir.graph import Atom, Aval, Graph, Handle, Literal, Op, Record, Symbol
+from hetjax.ir.program import Program
 
 # Parameters that hold an open jaxpr; all other nested jaxprs are closed.
 _OPEN = frozenset({
@@ -199,3 +200,17 @@ def _jaxpr(graph: Graph, *, is_open: bool) -> Any:
         graph.name, graph.ops, [a.ref for a in graph.inputs], [r.atom for r in graph.outputs], graph.avals
     )
     return closed.jaxpr if is_open else closed
+
+
+def rebuild_program(program: Program) -> Program:
+    """Returns the program with an equation on every op of every fragment.
+
+    Raises:
+      LoweringError: see `rebuild_equations`.
+    """
+    fragments = []
+    for f in program.fragments:
+        avals = program.micro_avals if f.per_microbatch else program.avals
+        ops = rebuild_equations(Graph(f.name, (), f.ops, (), avals)).ops
+        fragments.append(f if ops is f.ops else dataclasses.replace(f, ops=ops))
+    return program.replace(fragments=tuple(fragments))

@@ -72,23 +72,24 @@ def print_program(program: Program, *, locations: bool = True, blocks: bool = Tr
     return writer.text()
 
 
-def print_bundle(bundle: Bundle, *, scopes: bool = True) -> str:
+def print_bundle(bundle: Bundle, *, scopes: bool = True, nones: bool = True) -> str:
     """Returns what a `.hj` file holds: every part that is present; `parse_bundle` reads it back.
 
     Args:
       bundle: what to print.
       scopes: write name stacks, so that the labelling passes can run on the file.
+      nones: write parameters that are None; without them the text is for reading only.
     """
     from hetjax.ir.bundle_text import write_bundle
 
-    writer = Writer(scopes=scopes)
+    writer = Writer(scopes=scopes, nones=nones)
     write_bundle(writer, bundle)
     return writer.text()
 
 
 def print_op(op: Op, avals: Sequence[Aval]) -> str:
     """Returns one op on one line for people: no location, no parameter that is None, graphs by name."""
-    writer = Writer(locations=False, costs=False, brief=True)
+    writer = Writer(locations=False, costs=False, nones=False, fold=True)
     types = _Types((r, type_text(avals[r])) for r in op.outputs if r < len(avals))
     writer.op(op, types.__getitem__, "")
     return writer.lines[0]
@@ -141,10 +142,10 @@ class Writer:
 
     def __init__(
         self, *, locations: bool = True, blocks: bool = True, regions: bool = True,
-        costs: bool = True, scopes: bool = False, brief: bool = False,
+        costs: bool = True, scopes: bool = False, nones: bool = True, fold: bool = False,
     ):
         self.locations, self.blocks, self.regions = locations, blocks, regions
-        self.costs, self.scopes, self.brief = costs, scopes, brief
+        self.costs, self.scopes, self.nones, self.fold = costs, scopes, nones, fold
         self.lines: list[str] = []
 
     def text(self) -> str:
@@ -206,7 +207,7 @@ class Writer:
             params = [
                 f"{name_text(k)}={self.value(v, indent)}"
                 for k, v in op.params
-                if v is not None or not self.brief
+                if v is not None or self.nones
             ]
             if params:
                 parts.append(f" {{{', '.join(params)}}}")
@@ -242,11 +243,11 @@ class Writer:
         raise TypeError(f"a parameter of type {kind.__name__} has no text; encode_param makes one")
 
     def _nested(self, graph: Graph, indent: str) -> str:
-        if self.brief:
+        if self.fold:
             return f"graph {name_text(graph.name)} {{…}}"
         inner = Writer(
             locations=self.locations, blocks=self.blocks, regions=self.regions, costs=self.costs,
-            scopes=self.scopes,
+            scopes=self.scopes, nones=self.nones,
         )
         inner.graph(graph, indent + "    ")
         return "\n".join(inner.lines).lstrip()

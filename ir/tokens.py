@@ -27,6 +27,7 @@ _TOKEN = re.compile(
     | {_NUMBER}
     | \|[^\n]*                                                      # a line in another language
     | \S
+    | \Z                                                             # or a comment at the end would be searched for tokens
     )""",
     re.ASCII | re.VERBOSE,
 )

@@ -27,6 +27,7 @@ class CutStages:
 
     name: ClassVar[str] = "cut-stages"
     summary: ClassVar[str] = "cut the graph into stages and build their fragments"
+    requires: ClassVar[tuple[str, ...]] = ("graph", "microbatching")
 
     stages: int = 0
 

@@ -6,7 +6,9 @@ import dataclasses
 from typing import ClassVar
 
 from hetjax.ir.bundle import Bundle
+from hetjax.ir.graph import Op
 from hetjax.ir.importer import inline_calls
+from hetjax.passes.rewrites import rewrite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,5 +25,10 @@ class InlineCalls:
     def apply(self, bundle: Bundle) -> Bundle:
         if bundle.graph is None:
             return bundle
-        graph = inline_calls(bundle.graph)
+        graph = inline_calls(bundle.graph, lambda op: rewrite(f"inline-{op.primitive}", _where(op)))
         return bundle if graph is bundle.graph else bundle.replace(graph=graph)
+
+
+def _where(op: Op) -> str:
+    result = f"%{op.outputs[0]}" if op.outputs else op.primitive
+    return f"{result} ({op.param('name') or op.primitive})"

@@ -22,6 +22,7 @@ class InsertReshards:
 
     name: ClassVar[str] = "insert-reshards"
     summary: ClassVar[str] = "carry values between stages"
+    requires: ClassVar[tuple[str, ...]] = ("program",)
 
     def apply(self, bundle: Bundle) -> Bundle:
         if bundle.program is None:

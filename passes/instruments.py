@@ -96,7 +96,7 @@ class Print(Instrument):
             self.show(f"after {_where(step)}, which changed {', '.join(parts)}", only(after, parts))
 
     def show(self, title: str, bundle: Bundle) -> None:
-        self.write(f"// ----- {title} -----\n{print_bundle(bundle, scopes=False)}")
+        self.write(f"// ----- {title} -----\n{print_bundle(bundle, scopes=False, nones=False)}")
 
 
 def _where(step: Step) -> str:
@@ -122,7 +122,7 @@ class Diff(Instrument):
             self.write(f"// ----- {_where(step)}: nothing changed -----")
             return
         lines = diff(
-            print_bundle(only(before, parts), scopes=False), print_bundle(only(after, parts), scopes=False)
+            print_bundle(only(before, parts), scopes=False, nones=False), print_bundle(only(after, parts), scopes=False, nones=False)
         )
         body = render(lines, side=self.side, colour=self.colour, width=self.width)
         self.write(f"// ----- {_where(step)} changed {', '.join(parts)} -----\n{body}")

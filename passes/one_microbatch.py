@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
+from hetjax.ir.bundle import Bundle
 from hetjax.ir.graph import Graph
 from hetjax.ir.microbatching import BatchType, Microbatching, Refusal
+
+
+@dataclasses.dataclass(frozen=True)
+class OneMicrobatch:
+    """Takes the batch whole, unless a proof for more microbatches came with the graph.
+
+    A file holds the step at one batch size, so that more than one cannot be proved from it:
+    `hetjax trace --microbatches M` puts the proof into the file, and this pass leaves it alone.
+    """
+
+    name: ClassVar[str] = "one-microbatch"
+    summary: ClassVar[str] = "take the batch whole, unless more microbatches are proved"
+    requires: ClassVar[tuple[str, ...]] = ("graph.regions",)
+
+    def apply(self, bundle: Bundle) -> Bundle:
+        if bundle.graph is None or bundle.microbatching is not None:
+            return bundle
+        return bundle.replace(microbatching=one_microbatch(bundle.graph))
 
 
 def one_microbatch(graph: Graph, refusal: Refusal | None = None) -> Microbatching:

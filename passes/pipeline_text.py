@@ -1,12 +1,12 @@
 """Pipeline strings: `label-regions,cut-stages{stages=4},insert-reshards`, to passes and back.
 
     pipeline := [pass ("," pass)*]
-    pass     := NAME ["{" [option ([","] option)*] "}"]
+    pass     := ALIAS | NAME ["{" [option ([","] option)*] "}"]
     option   := NAME "=" value | NAME               (a bare name sets a bool to true)
     value    := WORD | STRING | "(" [value ("," value)*] [","] ")"
 
 Option names may be written with `-` or `_`. A word is a number, true, false, none or plain text,
-read as the type of the option's field asks.
+read as the type of the option's field asks. `default` stands for the passes the decorator runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from hetjax.ir.errors import ParseError, PassError
 from hetjax.ir.suggest import nearest
-from hetjax.passes.registry import Pass, pass_class, pass_names
+from hetjax.passes.registry import ALIASES, Pass, pass_class, pass_names
 
 _TOKEN = re.compile(r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<word>[^\s,{}()="]+)|(?P<mark>[,{}()=]))""")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
@@ -150,7 +150,12 @@ class _Parser:
         if self.tokens[0][0] == "end":
             return ()
         while True:
-            passes.append(self.one_pass())
+            kind, text, _ = self.tokens[self.next]
+            if kind == "word" and text in ALIASES:
+                self.next += 1
+                passes.extend(parse_pipeline(ALIASES[text]))
+            else:
+                passes.append(self.one_pass())
             if self.tokens[self.next][0] == "end":
                 return tuple(passes)
             if not self.take(","):
@@ -160,7 +165,7 @@ class _Parser:
     def one_pass(self) -> Pass:
         name, at = self.word("a pass's name")
         if name not in pass_names():
-            raise self.error(f"there is no pass '{name}'{nearest(name, pass_names())}", at)
+            raise self.error(f"there is no pass '{name}'{nearest(name, [*pass_names(), *ALIASES])}", at)
         cls = pass_class(name)
         options: dict[str, Any] = {}
         if self.take("{"):

@@ -24,6 +24,7 @@ class PlanDonation:
 
     name: ClassVar[str] = "plan-donation"
     summary: ClassVar[str] = "reuse the buffers of the old state for the new"
+    requires: ClassVar[tuple[str, ...]] = ("graph", "program")
 
     state: bool = False
 

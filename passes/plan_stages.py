@@ -48,6 +48,7 @@ class PlanStages:
 
     name: ClassVar[str] = "plan-stages"
     summary: ClassVar[str] = "give each group of like devices a stage and balance the cuts"
+    requires: ClassVar[tuple[str, ...]] = ("graph", "microbatching")
 
     stages: int = 0
 

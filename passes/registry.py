@@ -42,6 +42,7 @@ PASSES: dict[str, str] = {
     "label-regions": "hetjax.passes.label_regions:LabelRegions",
     "label-blocks": "hetjax.passes.label_blocks:LabelBlocks",
     "annotate-costs": "hetjax.passes.annotate_costs:AnnotateCosts",
+    "one-microbatch": "hetjax.passes.one_microbatch:OneMicrobatch",
     "plan-stages": "hetjax.passes.plan_stages:PlanStages",
     "cut-stages": "hetjax.passes.cut_stages:CutStages",
     "shard-stages": "hetjax.passes.shard_stages:ShardStages",
@@ -49,6 +50,14 @@ PASSES: dict[str, str] = {
     "schedule": "hetjax.passes.schedule_tasks:Schedule",
     "plan-donation": "hetjax.passes.plan_donation:PlanDonation",
     "verify": "hetjax.passes.verify:Verify",
+}
+
+# name -> pipeline string it stands for.
+ALIASES: dict[str, str] = {
+    "default": (
+        "inline-calls,label-regions,label-blocks,annotate-costs,one-microbatch,plan-stages,cut-stages,"
+        "shard-stages,insert-reshards,schedule,plan-donation,verify"
+    ),
 }
 
 

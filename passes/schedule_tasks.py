@@ -34,6 +34,7 @@ class Schedule:
 
     name: ClassVar[str] = "schedule"
     summary: ClassVar[str] = "order forwards, backwards, transfers and updates on every mesh"
+    requires: ClassVar[tuple[str, ...]] = ("program",)
 
     kind: str = ""
 

@@ -26,6 +26,7 @@ class ShardStages:
 
     name: ClassVar[str] = "shard-stages"
     summary: ClassVar[str] = "split the batch over data and the parameters over model"
+    requires: ClassVar[tuple[str, ...]] = ("graph", "microbatching", "plan", "program")
 
     def apply(self, bundle: Bundle) -> Bundle:
         if bundle.graph is None or bundle.program is None or bundle.microbatching is None:
