@@ -16,6 +16,9 @@ from hetjax.passes.placement import FORWARD, classify
 # More candidates than this cost time and decide nothing; the ones with the fewest bytes are kept.
 MAX_CANDIDATES = 400
 
+# The least share of an even stage's time that a stage should have.
+LEAST_SHARE = 0.1
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
@@ -171,6 +174,18 @@ def best_cuts(
     price = 2 * (latency[:, None] + crossing[None, :] / bandwidth[:, None])  # [cut, place]
     times = [3 * stretch / v for v in speeds]  # seconds of stage s between two edges
     ideal = 3 * candidates.total_flops / sum(speeds)
+    # A stage that was asked for gets work worth the name, where the places allow it: in a tiny model a cut before the scalar loss would else always be cheapest.
+    fair = [np.where(t < LEAST_SHARE * ideal, np.inf, t) for t in times]
+    found = _best(fair, price, crossing, ideal, n) or _best(times, price, crossing, ideal, n)
+    if found is None:
+        raise PlanError("no set of cuts leaves work for every stage; ask for fewer stages")
+    return [places[e - 1] for e in found]
+
+
+def _best(
+    times: Sequence[np.ndarray], price: np.ndarray, crossing: np.ndarray, ideal: float, n: int
+) -> list[int] | None:
+    """Returns the edges of the best cuts, or None when no cuts leave work for every stage."""
     best: tuple[float, float, list[int]] | None = None
     for bound in ideal * np.geomspace(1.0, max(2.0, n), 200):
         if best is not None and bound > best[0]:
@@ -185,9 +200,7 @@ def best_cuts(
         nbytes = sum(crossing[e - 1] for e in found)
         if best is None or (total, nbytes) < best[:2]:
             best = (total, nbytes, found)
-    if best is None:
-        raise PlanError("no set of cuts leaves work for every stage; ask for fewer stages")
-    return [places[e - 1] for e in best[2]]
+    return None if best is None else best[2]
 
 
 def _cheapest(
