@@ -31,11 +31,11 @@ _MODULES = {"errors": "hetjax.errors"}
 __all__ = ["__version__", *sorted([*_EXPORTS, *_MODULES])]
 
 if TYPE_CHECKING:
+    from hetjax import errors as errors
     from hetjax.frontend.decorator import parallelize as parallelize
     from hetjax.frontend.placement import gather as gather
     from hetjax.frontend.placement import init as init
     from hetjax.frontend.placement import place as place
-    from hetjax import errors as errors
     from hetjax.ir.cluster import Cluster as Cluster
     from hetjax.ir.plan import Plan as Plan
     from hetjax.optim._slamb import average_params as average_params

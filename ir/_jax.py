@@ -10,12 +10,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core as _core  # DropVar and effects; jax.extend.core has no constructor for the first
+from jax._src import (
+    core as _core,  # DropVar and effects; jax.extend.core has no constructor for the first
+)
 from jax._src import source_info_util as _siu  # user's file:line and the name stack of an equation
-from jax._src.interpreters import mlir as _mlir  # lowering rules: the only table of primitives by name
-from jax._src.literals import TypedNdArray as _TypedNdArray  # what a jaxpr literal holds since jax 0.8
+from jax._src.interpreters import (
+    mlir as _mlir,  # lowering rules: the only table of primitives by name
+)
+from jax._src.literals import (
+    TypedNdArray as _TypedNdArray,  # what a jaxpr literal holds since jax 0.8
+)
 from jax.extend import core as jex
-from jax.interpreters import partial_eval as _pe  # dce_jaxpr: the only public-ish dead code elimination
+from jax.interpreters import (
+    partial_eval as _pe,  # dce_jaxpr: the only public-ish dead code elimination
+)
 
 SUPPORTED = ((0, 10), (0, 11))
 
@@ -169,7 +177,9 @@ def primitive_named(name: str) -> Any:
 
 def unspecified_sharding() -> Any:
     """Returns JAX's marker for "no sharding given"."""
-    from jax._src.named_sharding import UNSPECIFIED  # the default of jit's in_shardings in equations
+    from jax._src.named_sharding import (
+        UNSPECIFIED,  # the default of jit's in_shardings in equations
+    )
 
     return UNSPECIFIED
 

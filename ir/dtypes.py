@@ -48,7 +48,7 @@ def is_key(short: str) -> bool:
 
 def is_inexact(short: str) -> bool:
     """Returns whether the dtype is floating point or complex."""
-    return short[0] in "fc" and short != "float0" or short == "bf16"
+    return (short[0] in "fc" and short != "float0") or short == "bf16"
 
 
 def dtype_itemsize(short: str) -> int:

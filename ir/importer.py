@@ -13,7 +13,6 @@ from hetjax.ir.errors import LoweringError
 from hetjax.ir.graph import Argument, Atom, Aval, Graph, Literal, Op, Ref, Result
 from hetjax.ir.params_text import encode_param
 
-
 Scopes = tuple[tuple[str, str], ...]
 
 

@@ -117,7 +117,7 @@ def _fields(kind: str, value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, tuple):
         names = getattr(value, "_fields", None)
         return None if names is None else [(n, getattr(value, n)) for n in names]
-    if kind == "PartitionSpec" or kind == "P" and type(value).__module__.startswith("jax"):
+    if kind == "PartitionSpec" or (kind == "P" and type(value).__module__.startswith("jax")):
         return [("partitions", tuple(value))]
     if isinstance(value, slice):
         return [("start", value.start), ("stop", value.stop), ("step", value.step)]

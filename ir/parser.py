@@ -299,7 +299,7 @@ class GraphReader(Cursor):
         if self.take("in"):
             block = self.string("a module path")
         if self.take("stack"):
-            while not self.peek() == "]":
+            while self.peek() != "]":
                 if self.peek().startswith('"'):
                     text = self.string("a scope")
                     if not self.take("("):

@@ -75,7 +75,7 @@ class ProgramReader(GraphReader):
             at, body = 0, match[3]
             while body.strip():
                 dim = _DIM.match(body, at)
-                if dim is None or dim.end() < len(body) and body[dim.end()] != ",":
+                if dim is None or (dim.end() < len(body) and body[dim.end()] != ","):
                     self.fail(
                         f"'{body[at:]}' in {text} is not a dimension such as 64, 64|16, 16@model or 16@(x,y)",
                         self.at - 1, inside + match.start(3) + at,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from hetjax.ir.dtypes import is_dtype_name, is_inexact, is_key
-from hetjax.ir.params_text import dtype_name
 from hetjax.ir.graph import REGIONS, Argument, Aval, Graph, Literal, Op, Ref, Result
+from hetjax.ir.params_text import dtype_name
 
 ROLES = ("state", "batch", "const", "input")
 

@@ -136,7 +136,7 @@ class _Held:
 
     def has(self, ref: int, form: str, microbatch: int | None) -> bool:
         """Returns whether a value can be read in a form, for a microbatch."""
-        if (ref, form) in self.once or form == "last" and (ref, "micro") in self.once:
+        if (ref, form) in self.once or (form == "last" and (ref, "micro") in self.once):
             return True
         if form == "concat":
             return (ref, "micro") in self.once or len(self.some.get(ref, ())) > self.last

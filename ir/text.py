@@ -201,8 +201,7 @@ class Writer:
         else:
             left = " ".join([f"%{r}:{type_of(r)}" for r in outputs]) or "()"
         parts = [indent, left, " = ", name_text(op.primitive)]
-        for a in op.inputs:
-            parts.append(f" %{a}" if type(a) is int else " " + atom_text(a))
+        parts += [f" %{a}" if type(a) is int else " " + atom_text(a) for a in op.inputs]
         if op.params:
             params = [
                 f"{name_text(k)}={self.value(v, indent)}"

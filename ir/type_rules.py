@@ -129,9 +129,9 @@ def _concatenate(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
 
 def _select(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
     which, *cases = ins
-    if not cases or any(a.dtype != outs[0].dtype or a.shape and a.shape != outs[0].shape for a in cases):
+    if not cases or any(a.dtype != outs[0].dtype or (a.shape and a.shape != outs[0].shape) for a in cases):
         return f"select_n of {_types(cases)} cannot give {outs[0]}"
-    if which.shape and which.shape != outs[0].shape or which.dtype not in ("bool", "i32"):
+    if (which.shape and which.shape != outs[0].shape) or which.dtype not in ("bool", "i32"):
         return f"select_n chooses by {which} among {outs[0]}"
     return ""
 

@@ -7,6 +7,7 @@ the same equations on the same values. What depends on it is how many bytes cros
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from hetjax.ir.graph import Graph, Op, Ref, definitions, users
@@ -71,9 +72,7 @@ def classify(graph: Graph, micro: Microbatching) -> list[str]:
         of = [types[r] for r in op.outputs]
         if any(t.kind == "U" for t in of):
             kind = UPDATE
-        elif any(r in micro.hoisted for r in op.outputs):
-            kind = ONCE
-        elif all(t.kind == "Z" or (t.kind == "R" and not t.power) for t in of):
+        elif any(r in micro.hoisted for r in op.outputs) or all(t.kind == "Z" or (t.kind == "R" and not t.power) for t in of):
             kind = ONCE
         elif not parametric[i]:
             kind = CLONE
@@ -361,7 +360,7 @@ def _update_stages(
     for i, op in enumerate(graph.ops):
         if kinds[i] == UPDATE:
             linked = [r for r in (*op.refs, *op.outputs) if array(r)]
-            for a, b in zip(linked, linked[1:]):
+            for a, b in itertools.pairwise(linked):
                 sets.union(a, b)
             for r in linked:
                 sets.find(r)

@@ -7,6 +7,7 @@ keeps the cluster's order of sites, and finds the cuts by dynamic programming.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import ClassVar
@@ -166,7 +167,7 @@ def plan_stages(
     batch = batch_size_of(graph)
     per_microbatch = batch // micro.num_microbatches if batch else 0
     speeds = [sum(cluster.kind_of(d).peak("f32") for d in devices) for devices in groups]
-    links = [cluster.link(a[-1], b[0]) for a, b in zip(groups, groups[1:])]
+    links = [cluster.link(a[-1], b[0]) for a, b in itertools.pairwise(groups)]
     candidates = cut_candidates(graph, micro)
     if candidates.places:
         if not request.num_stages and not request.mesh:  # more groups than places to cut: fewer stages

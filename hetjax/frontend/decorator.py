@@ -153,7 +153,7 @@ class ParallelFunction:
     def _uses_nnx(self) -> bool:
         import sys
 
-        return "flax.nnx" in sys.modules and not type(self.plain).__name__ == "PjitFunction"
+        return "flax.nnx" in sys.modules and type(self.plain).__name__ != "PjitFunction"
 
     def _entry(self, key: Any, leaves: Sequence[Any], structure: Any) -> Entry:
         if key in self._entries:

@@ -160,7 +160,8 @@ class Executor:
                 started.add(task.work)
                 slots = tuple(self._slot(stage, *slot) for slot, _, _ in unit.function.accumulators)
                 out.append(_Run(task, unit.zeros, (), slots))
-            each = lambda form, m=task.microbatch: m if form == "each" else form  # noqa: E731
+            current = "step" if task.microbatch is None else task.microbatch
+            each = lambda form, m=current: m if form == "each" else form  # noqa: E731
             out.append(
                 _Run(
                     task, unit.executable,

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support import make_linen
 
 import hetjax
 from hetjax.errors import ClusterError, MicrobatchError, PlanError
+from tests.support import make_linen
 
 
 def test_more_stages_than_devices():

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support import assert_same, copy_tree, make_linen
 
 import hetjax
+from tests.support import assert_same, copy_tree, make_linen
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
-from tests.support import assert_same, copy_tree, make_batch, make_linen
 
 import hetjax
+from tests.support import assert_same, copy_tree, make_batch, make_linen
 
 LOSSES = {
     "mean": {},

@@ -5,9 +5,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tests.support import assert_same, make_nnx
 
 import hetjax
+from tests.support import assert_same, make_nnx
 
 
 def test_two_stages_equal_nnx_jit_in_place():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from hetjax.ir.graph import Aval, Graph, Handle, Record, Symbol, subgraphs, Op
+from hetjax.ir.graph import Aval, Graph, Handle, Op, Record, Symbol, subgraphs
 from hetjax.ir.params_text import encode_param
 
 EMPTY = Graph("g", (), (), (), ())

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support import assert_same, copy_tree, make_linen
 
 import hetjax
 from hetjax.frontend.calls import flatten_call
@@ -14,6 +13,7 @@ from hetjax.ir.bundle import Bundle
 from hetjax.passes.cutting import best_cuts, cheap_places, cut_candidates
 from hetjax.passes.one_microbatch import one_microbatch
 from hetjax.passes.pipeline import analyse
+from tests.support import assert_same, copy_tree, make_linen
 
 
 def analysed(step, *args):

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support import make_linen
 
 import hetjax
 from hetjax.errors import LoweringError, RuntimeFault
 from hetjax.ir.program import Program, StageMesh, Task
 from hetjax.runtime.executor import merge_tasks
+from tests.support import make_linen
 
 
 def with_callback(callback):
