@@ -269,3 +269,46 @@ def parse_module(text: str) -> Any:
             return module
     except ir.MLIRError as error:
         raise ValueError(str(error)) from error
+
+
+def propagate_shardings(
+    module: Any, mesh: str, arguments: Sequence[str], results: Sequence[str]
+) -> Any:
+    """Returns a lowered module after Shardy's propagation, with what it notes of origins and edges.
+
+    Args:
+      module: of `lower_to_module`; changed in place.
+      mesh: `["data"=2, "model"=4]`.
+      arguments, results: `[{"data"}, {}]` per argument and result of the entry; "" leaves one open.
+
+    Raises:
+      ValueError: Shardy refuses the shardings.
+    """
+    from jax.extend.mlir import ir, passmanager
+
+    def attribute(spec: str) -> Any:
+        if not spec:
+            return ir.DictAttr.get({})
+        return ir.DictAttr.get({"sdy.sharding": ir.Attribute.parse(f"#sdy.sharding<@mesh, {spec}>")})
+
+    try:
+        with module.context, ir.Location.unknown():
+            entry = entry_function(module)
+            for name, specs in (("arg_attrs", arguments), ("res_attrs", results)):
+                entry.operation.attributes[name] = ir.ArrayAttr.get([attribute(s) for s in specs])
+            ir.InsertionPoint.at_block_begin(module.body).insert(ir.Operation.parse(f"sdy.mesh @mesh = <{mesh}>"))
+            options = "debug-sharding-origins=true debug-propagation-edge-sharding=true"
+            # Calls hide what happens inside them, so they are inlined first.
+            pipeline = f"builtin.module(inline,sdy-aggressive-propagate{{{options}}})"
+            passmanager.PassManager.parse(pipeline).run(module.operation)
+    except ir.MLIRError as error:
+        raise ValueError(str(error)) from error
+    return module
+
+
+def entry_function(module: Any) -> Any:
+    """Returns the entry of a lowered module."""
+    return next(
+        op for op in module.body.operations
+        if op.operation.name == "func.func" and "main" in str(op.operation.attributes["sym_name"])
+    )

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,8 +146,9 @@ def versions() -> dict[str, str]:
     """Returns the versions a fault may depend on."""
     from importlib.metadata import PackageNotFoundError, version
 
-    out = {"python": platform.python_version()}
-    for package in ("hetjax", "jax", "jaxlib", "flax", "optax", "numpy"):
+    # Run from a checkout, hetjax is no installed package.
+    out = {"python": platform.python_version(), "hetjax": getattr(sys.modules["hetjax"], "__version__", "unknown")}
+    for package in ("jax", "jaxlib", "flax", "optax", "numpy"):
         try:
             out[package] = version(package)
         except PackageNotFoundError:

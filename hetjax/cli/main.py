@@ -20,11 +20,13 @@ EXIT_GOOD, EXIT_NEGATIVE, EXIT_FAULT, EXIT_REFUSED = 0, 1, 2, 3
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "agent": ("hetjax.cli.agent", "agent", "Hold this host's part of in-memory checkpoints."),
     "bisect": ("hetjax.cli.bisect", "bisect", "Find the pass and the rewrite that break a step."),
+    "bugreport": ("hetjax.cli.bugreport", "bugreport", "Bundle a reproducer, versions and cluster, anonymous, into one archive."),
     "ckpt": ("hetjax.cli.ckpt", "ckpt", "List, check, repair, drain and size in-memory checkpoints."),
     "check": ("hetjax.cli.check", "check", "Run plain jit and hetjax side by side and compare every leaf."),
     "cluster": ("hetjax.cli.cluster", "cluster", "Show, validate and write cluster descriptions."),
     "completion": ("hetjax.cli.completion", "completion", "Print the completion script of a shell."),
     "demo": ("hetjax.cli.demo", "demo", "Train a small GPT across two unlike sites and prove it equal to plain jit."),
+    "explain": ("hetjax.cli.explain", "explain", "Explain a plan: stages, reshards, memory, and why a value is where it is."),
     "opt": ("hetjax.cli.opt", "opt", "Run passes on a step and show what each of them did."),
     "schedule": ("hetjax.cli.schedule", "schedule", "Make a pipeline schedule from plain times, prove it and draw it."),
     "simulate": ("hetjax.cli.simulate", "simulate", "Say what a plan should take before anything runs."),

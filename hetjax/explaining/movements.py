@@ -1,0 +1,181 @@
+"""Everything a step moves: between stages, inside them, and state that is read away from its home."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from hetjax.explaining.naming import Names
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.cluster import Cluster
+from hetjax.ir.errors import PlanError
+from hetjax.ir.graph import Ref
+from hetjax.ir.program import Fragment, Program, Spec, StageMesh
+from hetjax.passes.cost.collectives import collective_price, levels
+from hetjax.passes.cost.memory import parts_of, port_bytes, split_axes
+from hetjax.passes.cost.program_price import axis_group
+from hetjax.passes.simulator_program import program_transfers
+
+# Ops that keep what is known of a parameter's sharding.
+_LAYOUT = ("transpose", "convert_element_type", "copy", "stop_gradient", "optimization_barrier")
+
+
+@dataclasses.dataclass(frozen=True)
+class Movement:
+    """One value that moves.
+
+    Attributes:
+      what: the value by the user's name.
+      kind: "transfer" (between stages), "carried state" (read away from its home) or "all-reduce".
+      where: "s0 > s1" or "s1, axis model".
+      link: the link's name.
+      nbytes: of the whole value, once.
+      times: per step.
+      seconds: of one, predicted.
+      fragment: whose reading or giving it is.
+      module, source: of the op that makes the value.
+      spec_before, spec_after: at both ends.
+    """
+
+    what: str
+    kind: str
+    where: str
+    link: str
+    nbytes: int
+    times: int
+    seconds: float
+    fragment: str
+    module: str
+    source: str
+    spec_before: Spec = ()
+    spec_after: Spec = ()
+
+    @property
+    def step_bytes(self) -> int:
+        return self.nbytes * self.times
+
+
+def movements(bundle: Bundle) -> list[Movement]:
+    """Returns what a step moves, largest first.
+
+    Raises:
+      PlanError: the bundle is not complete.
+    """
+    graph, program, cluster = bundle.graph, bundle.program, bundle.cluster
+    if graph is None or program is None or cluster is None:
+        raise PlanError("what moves is known of a complete program only; give FILE.py:build or a lowered step.hj")
+    names = Names(graph)
+    found = [
+        *_transfers(program, cluster, names), *_carried(bundle, program, cluster, names),
+        *(m for f in program.fragments for m in _reductions(program, f, cluster, names)),
+    ]
+    return sorted(found, key=lambda m: (-m.step_bytes, m.where, m.what))
+
+
+def _made(names: Names, ref: Ref) -> tuple[str, str]:
+    op = names.maker(ref)
+    return (op.block, op.source) if op is not None else ("", "")
+
+
+def _transfers(program: Program, cluster: Cluster, names: Names) -> Iterator[Movement]:
+    prices = program_transfers(program, cluster)
+    for r in program.reshards:
+        source, target = program.meshes[r.source], program.meshes[r.target]
+        link = cluster.link(source.devices[-1], target.devices[0])
+        price = prices[r.name]
+        reader = next(
+            (f.name for f in program.fragments if f.stage == r.target and any(p.ref == r.ref for p in f.inputs)), ""
+        )
+        yield Movement(
+            names.of(r.ref), "transfer", f"{source.name} > {target.name}", link.name, r.nbytes,
+            program.num_microbatches if r.form == "micro" else 1, price.serialisation_s + price.latency_s, reader,
+            *_made(names, r.ref), r.source_spec, r.target_spec,
+        )
+
+
+def _carried(bundle: Bundle, program: Program, cluster: Cluster, names: Names) -> Iterator[Movement]:
+    """State leaves that another stage than their home reads: they travel each step."""
+    graph = bundle.graph
+    if graph is None:
+        return
+    home = {
+        r.updates: ret.stage for r, ret in zip(program.results, program.returns)
+        if r.updates is not None and ret.stage is not None
+    }
+    for feed in program.feeds:
+        at = home.get(feed.argument)
+        if at is None or at == feed.stage:
+            continue
+        argument = graph.inputs[feed.argument]
+        source, target = program.meshes[at], program.meshes[feed.stage]
+        link = cluster.link(source.devices[-1], target.devices[0])
+        nbytes = graph.avals[argument.ref].nbytes
+        yield Movement(
+            argument.path, "carried state", f"{source.name} > {target.name}", link.name, nbytes, 1,
+            link.transfer_s(nbytes), "", "", "", (), feed.spec,
+        )
+
+
+def _reductions(program: Program, f: Fragment, cluster: Cluster, names: Names) -> Iterator[Movement]:
+    """All-reduces that XLA puts inside a fragment, read off the shardings at its border."""
+    mesh = program.meshes[f.stage]
+    avals = program.micro_avals if f.per_microbatch else program.avals
+    times = program.num_microbatches if f.per_microbatch else 1
+    axes = split_axes(f.ops, f.inputs)
+    specs: dict[Ref, Spec] = {p.ref: p.spec for p in f.inputs if any(p.spec)}
+    whole: set[Ref] = set()  # values whose sum over the batch a product's all-reduce has completed
+    for op in f.ops:
+        if op.primitive in _LAYOUT and op.refs:
+            order, operand = op.param("permutation"), op.refs[0]
+            if operand in specs:
+                spec = specs[operand]
+                specs[op.outputs[0]] = spec if order is None else tuple(spec[d] for d in order)
+            if operand in whole:
+                whole.add(op.outputs[0])
+        if op.primitive != "dot_general":
+            continue
+        contracting, _ = op.param("dimension_numbers")
+        split = frozenset().union(*(axes.get(r, frozenset()) for r in op.refs))
+        reduced = {
+            a for operand, dims in zip(op.inputs, contracting) if isinstance(operand, int) and operand in specs
+            for d in dims for a in specs[operand][d]
+        }
+        nbytes = avals[op.outputs[0]].nbytes // parts_of(split - reduced, mesh)
+        if "data" in reduced:
+            whole.add(op.outputs[0])
+        for axis in sorted(reduced):
+            yield from _reduction(mesh, axis, nbytes, times, op.outputs[0], f, cluster, names)
+    for port in f.outputs:
+        if port.form == "sum" and "data" in axes.get(port.ref, ()) and port.ref not in whole:
+            nbytes = port_bytes(program, f, port, given=True)
+            yield from _reduction(mesh, "data", nbytes, times, port.ref, f, cluster, names)
+
+
+def _reduction(
+    mesh: StageMesh, axis: str, nbytes: int, times: int, ref: Ref, f: Fragment, cluster: Cluster, names: Names
+) -> Iterator[Movement]:
+    if mesh.axis_size(axis) < 2 or not nbytes:
+        return
+    group, groups = axis_group(mesh, axis)
+    steps = levels(cluster, group)
+    yield Movement(
+        names.of(ref), "all-reduce", f"{mesh.name}, axis {axis}", steps[-1].link.name if steps else "", nbytes, times,
+        collective_price(cluster, "all-reduce", group, nbytes, beside=groups).seconds, f.name, *_made(names, ref),
+    )
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|kB|KB|KiB|MB|MiB|GB|GiB|TB|TiB)?\s*")
+_UNITS = {"B": 1, "kB": 1e3, "KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "TB": 1e12, "TiB": 2**40}
+
+
+def parse_size(text: str) -> float:
+    """Returns the bytes of "64MiB" or "1.5 GB".
+
+    Raises:
+      PlanError: it is no size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise PlanError(f"{text!r} is not a size such as 64MiB, 1.5GB or 4096")
+    return float(match[1]) * _UNITS[match[2] or "B"]
