@@ -12,7 +12,8 @@ DOCUMENTS = [p for p in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # An installed wheel is tested outside the source tree, where there are no documents.
 pytestmark = pytest.mark.skipif(not DOCUMENTS, reason="no documents beside these tests")
 
-FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:md|toml|py)|Makefile|\.ci/run)`")
+# Fragments are called s0/forward, which looks like a file.
+FILE = re.compile(r"`(?!s\d/)((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:md|toml|py)|Makefile|\.ci/run)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 MAKE = re.compile(r"\bmake ([a-z][a-z-]*)")
 COMMAND = re.compile(r"(?<![\w./@-])hetjax ([a-z]+)\b")

@@ -90,7 +90,7 @@ def schedule(
             raise
         click.echo(json.dumps({"ok": False, "schedule": name, "error": str(error)}))
         return 1
-    from hetjax.cli.gantt import LEGEND, chrome_trace, svg_chart, text_chart
+    from hetjax.emit.gantt import LEGEND, chrome_trace, svg_chart, text_chart
 
     names = [f"device {d}" for d in range(len(timeline.spans))]
     if svg is not None:

@@ -97,7 +97,7 @@ def _published(
 def _own(
     path: Path, text: str, cluster_file: Path | None
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    from hetjax.cli.gantt import chrome_trace
+    from hetjax.emit.gantt import chrome_trace
     from hetjax.ir.bundle import Bundle
     from hetjax.ir.cluster import Cluster
     from hetjax.ir.plan import Plan, verify_plan
@@ -138,7 +138,7 @@ def _priced(program: Any) -> bool:
 
 def _estimated(path: Path, bundle: Any, plan: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     """Returns the answer for a complete bundle: every op priced, memory by liveness."""
-    from hetjax.cli.gantt import chrome_trace
+    from hetjax.emit.gantt import chrome_trace
     from hetjax.passes.cost.estimate import estimate_program
 
     found = estimate_program(bundle)

@@ -25,7 +25,7 @@ def timeline_of(bundle: Bundle) -> Timeline:
 
 def emit_chrome_trace(bundle: Bundle) -> str:
     """Returns the trace as JSON; see `timeline_of` for what it raises."""
-    from hetjax.cli.gantt import chrome_trace
+    from hetjax.emit.gantt import chrome_trace
 
     timeline = timeline_of(bundle)
     names = [f"s{i}" for i in range(len(timeline.spans))]

@@ -68,7 +68,7 @@ def _stages(program: Program) -> str:
 
 
 def _timeline(bundle: Bundle) -> str:
-    from hetjax.cli.gantt import svg_chart
+    from hetjax.emit.gantt import svg_chart
 
     try:
         timeline = timeline_of(bundle)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetjax.cli.gantt import text_chart
+from hetjax.emit.gantt import text_chart
 from hetjax.passes.schedules import (
     PipelineCosts,
     flush,
