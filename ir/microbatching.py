@@ -66,7 +66,10 @@ class Microbatching:
         kind B, but no slices of the full value: they are never joined, and what runs at full batch
         reads them only where the full graph alone makes them.
       refusal: None when proved (or accepted), else the first reason found.
-      accepted: True when the user chose `per_microbatch` semantics over a refusal.
+      accepted: True when the user chose `per_microbatch` semantics over a refusal. Types then say how
+        the microbatches' results are put together: S,1 is their average.
+      chained: (input, output) refs of state that the forward renews from batch statistics, when
+        accepted: each microbatch hands its output to the next as input, and the last one's is kept.
     """
 
     num_microbatches: int
@@ -76,3 +79,4 @@ class Microbatching:
     positions: frozenset[Ref] = frozenset()
     refusal: Refusal | None = None
     accepted: bool = False
+    chained: tuple[tuple[Ref, Ref], ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from hetjax.ir.dtypes import is_key
 from hetjax.ir.exporter import export_jaxpr
 from hetjax.ir.graph import Graph, Op, Ref, definitions
 from hetjax.ir.microbatching import BatchType, Microbatching
+from hetjax.passes.prover.needs import is_parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +55,7 @@ def replay(
     """
     inputs = dict(zip((a.ref for a in full.inputs), values)) | dict(full.consts)
     whole = _run(full.ops, full, inputs)
-    early = _hoisted_values(full, proof, inputs)
-    early_and_inputs = {**inputs, **early}
-    micro_ops = _micro_ops(proof)
-    parts = [
-        _run(micro_ops, proof.graph, _slices(proof, early_and_inputs, m))
-        for m in range(proof.num_microbatches)
-    ]
+    early, parts = _microbatches(full, proof, inputs)
     found = _Comparison(full, proof, whole, tolerance)
     for i, op in enumerate(full.ops):
         for r in op.outputs:
@@ -68,14 +64,67 @@ def replay(
             elif proof.types[r].kind != "U":
                 found.compare_parts(i, r, [part[r] for part in parts])
     # A value that agrees with its type is the whole value: the step level starts from those.
-    step = [op for op in full.ops if any(proof.types[r].kind == "U" for r in op.outputs)]
-    made = {r for op in step for r in op.outputs}
-    late = _run(step, full, {r: v for r, v in {**inputs, **whole}.items() if r not in made})
+    late = _step_level(full, proof, {**inputs, **whole})
     for i, op in enumerate(full.ops):
         for r in op.outputs:
-            if r in made:
+            if r in late:
                 found.compare(i, r, late[r])
     return found.disagreements
+
+
+def execute(full: Graph, proof: Microbatching, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of a step run in microbatches, put together by their types alone.
+
+    Args:
+      full: the step at the whole batch.
+      proof: what `prove` returned, without refusal or accepted. State that is chained is averaged.
+      values: one array per input of `full`; captured arrays may be left out.
+    """
+    inputs = dict(zip((a.ref for a in full.inputs), values)) | dict(full.consts)
+    early, parts = _microbatches(full, proof, inputs)
+    joined = {**inputs, **early}
+    for op in full.ops:
+        for r in op.outputs:
+            if r not in joined and proof.types[r].kind != "U":
+                joined[r] = _joined([part[r] for part in parts], proof.types[r])
+    joined.update(_step_level(full, proof, joined))
+    return [
+        joined[r.atom] if isinstance(r.atom, int) else np.asarray(r.atom.value) for r in full.outputs
+    ]
+
+
+def _microbatches(
+    full: Graph, proof: Microbatching, inputs: Mapping[Ref, Any]
+) -> tuple[dict[Ref, Any], list[dict[Ref, Any]]]:
+    """Returns the hoisted values, and every microbatch's values."""
+    early = _hoisted_values(full, proof, inputs)
+    late = {r for r, t in enumerate(proof.types) if t.kind == "U"} | proof.hoisted
+    ops = [op for op in proof.graph.ops if not late & set(op.outputs)]
+    given = {**inputs, **early}
+    return early, [
+        _run(ops, proof.graph, _slices(proof, given, m)) for m in range(proof.num_microbatches)
+    ]
+
+
+def _step_level(full: Graph, proof: Microbatching, env: Mapping[Ref, Any]) -> dict[Ref, Any]:
+    """Returns the values of kind U, computed at full batch from the others."""
+    ops = [op for op in full.ops if any(proof.types[r].kind == "U" for r in op.outputs)]
+    made = {r for op in ops for r in op.outputs}
+    out = _run(ops, full, {r: v for r, v in env.items() if r not in made})
+    return {r: out[r] for r in made}
+
+
+def _joined(parts: list[Any], t: BatchType) -> Any:
+    import jax.numpy as jnp
+
+    scale = float(len(parts)) ** -t.power
+    if t.kind == "B":
+        whole = jnp.concatenate(parts, t.axis)
+    elif t.kind == "S":
+        whole = functools.reduce(operator.add, parts)
+    else:
+        whole = parts[-1]
+    return whole if scale == 1 else (whole * scale).astype(whole.dtype)
 
 
 def _run(ops: Sequence[Op], graph: Graph, env: Mapping[Ref, Any]) -> dict[Ref, Any]:
@@ -92,8 +141,6 @@ def _run(ops: Sequence[Op], graph: Graph, env: Mapping[Ref, Any]) -> dict[Ref, A
 
 def _hoisted_values(full: Graph, proof: Microbatching, inputs: Mapping[Ref, Any]) -> dict[Ref, Any]:
     """Computes hoisted values from what may be had before the first microbatch: no parameters."""
-    from hetjax.passes.prover.analysis import is_parameter
-
     defined, needed, stack = definitions(full), set(), list(proof.hoisted)
     arguments = {a.ref: a for a in full.inputs}
     while stack:
@@ -106,12 +153,6 @@ def _hoisted_values(full: Graph, proof: Microbatching, inputs: Mapping[Ref, Any]
             stack.extend(full.ops[defined[r]].refs)
     env = _run([full.ops[i] for i in sorted(needed)], full, inputs)
     return {r: env[r] for r in proof.hoisted}
-
-
-def _micro_ops(proof: Microbatching) -> list[Op]:
-    """The ops that run per microbatch: all but those hoisted or left until after."""
-    late = {r for r, t in enumerate(proof.types) if t.kind == "U"} | proof.hoisted
-    return [op for op in proof.graph.ops if not late & set(op.outputs)]
 
 
 def _slices(proof: Microbatching, env: Mapping[Ref, Any], m: int) -> dict[Ref, Any]:

@@ -31,6 +31,11 @@ class Step:
         text = t.kind + (str(t.power) if t.kind in "RBS" else "") + (f"@{t.axis}" if t.kind == "B" else "")
         return f"{text} hoisted" if atom in self.proof.hoisted else text
 
+    def execute(self):
+        from hetjax.passes.prover.replay import execute
+
+        return execute(self.full, self.proof, self.values)
+
     def disagreements(self, tolerance=1e-10):
         from hetjax.passes.prover.replay import replay
 
@@ -38,12 +43,13 @@ class Step:
 
 
 def trace_step(
-    fn, *args, roles, num_microbatches=2, axis=0, labels=False
+    fn, *args, roles, num_microbatches=2, axis=0, labels=False, accept=False
 ) -> Step:
     """Traces `fn(*args)` with a role for each argument ("state", "batch", "input"); strict rules."""
     import jax
+    import numpy as np
 
-    from hetjax.ir.graph import Argument
+    from hetjax.ir.graph import Argument, Result
     from hetjax.ir.importer import import_jaxpr, inline_calls
     from hetjax.passes.label_blocks import label_blocks
     from hetjax.passes.label_regions import label_regions
@@ -58,8 +64,18 @@ def trace_step(
             for path, _ in jax.tree_util.tree_leaves_with_path(value):
                 name = f"{k}{jax.tree_util.keystr(path, simple=True, separator='/')}"
                 arguments.append(Argument(0, name, role, axis if role == "batch" else None))
-        out = inline_calls(import_jaxpr(closed, name="step", arguments=arguments))
+        out = inline_calls(import_jaxpr(closed, name="step", arguments=arguments, results=results(closed)))
         return label_blocks(label_regions(out)) if labels else out
+
+    def results(closed):
+        """Results that look like the first argument update it, leaf by leaf, as a train step's do."""
+        state = jax.tree.leaves(args[0])
+        avals = closed.out_avals
+        same = len(avals) >= len(state) and all(
+            np.shape(x) == a.shape and getattr(x, "dtype", None) == a.dtype for x, a in zip(state, avals)
+        )
+        updates = range(len(state)) if same and roles[0] == "state" else ()
+        return [Result(0, str(k), k if k in updates else None) for k in range(len(avals))]
 
     def part(x):
         at = (slice(None),) * axis + (slice(0, x.shape[axis] // num_microbatches),)
@@ -67,7 +83,7 @@ def trace_step(
 
     full = graph(args)
     micro = graph([jax.tree.map(part, a) if r == "batch" else a for r, a in zip(roles, args)])
-    proof = prove(full, micro, num_microbatches, strict=True)
+    proof = prove(full, micro, num_microbatches, accept=accept, strict=True)
     return Step(full, proof, jax.tree.leaves(args))
 
 

@@ -54,7 +54,7 @@ def same_rank(a, b):
     return a, b
 
 
-def unary(f, jump=False):
+def unary(f):
     return lambda env, k, a: f(inexact(a))
 
 
@@ -68,7 +68,7 @@ OPS = [
     Op("round", 1, unary(jnp.round), True), Op("relu", 1, unary(jax.nn.relu)),
     Op("logistic", 1, unary(jax.nn.sigmoid)), Op("to int", 1, lambda env, k, a: (3 * inexact(a)).astype(int) % 3, True),
     Op("to float", 1, lambda env, k, a: a.astype(float)), Op("positive", 1, lambda env, k, a: a > 0, True),
-    Op("single", 1, unary(lambda a: a.astype(jnp.float32).astype(jnp.float64))),
+    Op("single", 1, unary(lambda a: a.astype(jnp.float32).astype(jnp.float64)), True),
     Op("clip", 1, unary(lambda a: jnp.clip(a, -0.5, 0.5))), Op("softmax", 1, lambda env, k, a: jax.nn.softmax(inexact(a), axis(a, k))),
     Op("layer norm", 1, lambda env, k, a: (inexact(a) - a.mean(axis(a, k), keepdims=True)) * lax.rsqrt(a.var(axis(a, k), keepdims=True) + 1)),
     Op("add", 2, lambda env, k, a, b: a + b), Op("sub", 2, lambda env, k, a, b: inexact(a) - b),

@@ -196,3 +196,52 @@ def test_inputs_that_do_not_divide_are_named(traced):
 
     proof = prove(graph(9), graph(4), 2, strict=True)
     assert "batch/x" in proof.refusal.reason
+
+
+@pytest.mark.parametrize("loss", [batch_norm_loss, root_loss, contrastive_loss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_accepted_per_microbatch_is_the_average_of_the_microbatches(traced, loss, num_microbatches):
+    """What `per_microbatch` means: each microbatch by its own statistics, gradients averaged."""
+    step, state, batch = step_of(loss)
+    run = traced(
+        step, state, batch, roles="state batch", num_microbatches=num_microbatches, labels=True, accept=True
+    )
+    assert run.refusal is not None and run.proof.accepted
+    got = jax.tree.unflatten(jax.tree.structure((state, 0.0)), run.execute())
+    size = BATCH // num_microbatches
+    parts = [
+        jax.value_and_grad(loss)(state[0], jax.tree.map(lambda x: x[m * size : (m + 1) * size], batch), 0)  # noqa: B023
+        for m in range(num_microbatches)
+    ]
+    mean = jax.tree.map(lambda *xs: sum(xs) / num_microbatches, *parts)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, state[0], mean[1])
+    assert float(got[1]) == pytest.approx(float(mean[0]), rel=1e-12)
+    for a, b in zip(jax.tree.leaves(got[0][0]), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_accepting_changes_nothing_where_the_proof_holds(traced):
+    step, state, batch = step_of(weighted_loss)
+    strict = traced(step, state, batch, roles="state batch", labels=True)
+    run = traced(step, state, batch, roles="state batch", labels=True, accept=True)
+    assert run.refusal is None and not run.proof.accepted
+    assert run.proof.types == strict.proof.types and run.proof.hoisted == strict.proof.hoisted
+
+
+def test_running_statistics_are_chained_when_accepted(traced):
+    def step(state, batch):
+        def loss(params):
+            h = batch["x"] @ params["a"]
+            mean, var = h.mean(0), h.var(0)
+            running = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["stats"], (mean, var))
+            h = (h - mean) / jnp.sqrt(var + 1e-5)
+            return jnp.mean((h @ params["c"] - batch["y"]) ** 2), running
+
+        (value, running), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        return {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads), "stats": running}, value
+
+    params, batch = data()
+    state = {"params": params, "stats": (np.zeros(6), np.ones(6))}
+    run = traced(step, state, batch, roles="state batch", labels=True, accept=True)
+    names = {a.ref: a.path for a in run.full.inputs}
+    assert [names[i] for i, _ in run.proof.chained] == ["0stats/0", "0stats/1"]
