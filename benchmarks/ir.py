@@ -123,7 +123,9 @@ def mlir(step: Callable[..., Any], arguments: tuple[Any, ...], rounds: int) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="end within 50 s")
     args = parser.parse_args()
@@ -139,8 +141,11 @@ def main() -> None:
     figures += ours(closed, rounds)
     figures += mlir(step, arguments, rounds)
     machine = {
-        "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-        "python": platform.python_version(), "jax": version("jax"), "jaxlib": version("jaxlib"),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "jaxlib": version("jaxlib"),
     }
     if args.json:
         print(json.dumps({"figures": figures, "machine": machine, "not_measured": []}))

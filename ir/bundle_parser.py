@@ -52,7 +52,9 @@ class BundleReader(ProgramReader):
         if same_at is not None:
             if "graph" not in parts:
                 self.fail("'same graph' needs a graph in the file", same_at)
-            parts["microbatching"] = dataclasses.replace(parts["microbatching"], graph=parts["graph"])
+            parts["microbatching"] = dataclasses.replace(
+                parts["microbatching"], graph=parts["graph"]
+            )
         return Bundle(**parts, notes=tuple(notes))
 
     def foreign_part(self, read: Any) -> Any:
@@ -85,7 +87,10 @@ class BundleReader(ProgramReader):
                 reason = self.string("the reason")
                 op = self.optional("op", "the position of an op")
                 refusal = Refusal(
-                    reason, op, self.string("the primitive"), self.string("the module path"),
+                    reason,
+                    op,
+                    self.string("the primitive"),
+                    self.string("the module path"),
                     self.string("the source line"),
                 )
             elif self.take("accepted"):
@@ -96,14 +101,21 @@ class BundleReader(ProgramReader):
             elif self.take("graph"):
                 graph = self.graph()
             else:
-                self.expected("types, hoisted, positions, refused, accepted, 'same graph', graph or '}'")
+                self.expected(
+                    "types, hoisted, positions, refused, accepted, 'same graph', graph or '}'"
+                )
         if (graph is None) == (same_at is None):
             self.fail("microbatching holds a graph or the words 'same graph'", self.at - 1)
         if graph is None:
             graph = Graph("", (), (), (), ())
         found = Microbatching(
-            count, graph, tuple(types), hoisted=frozenset(marked["hoisted"]),
-            positions=frozenset(marked["positions"]), refusal=refusal, accepted=accepted,
+            count,
+            graph,
+            tuple(types),
+            hoisted=frozenset(marked["hoisted"]),
+            positions=frozenset(marked["positions"]),
+            refusal=refusal,
+            accepted=accepted,
         )
         return found, same_at
 

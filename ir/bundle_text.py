@@ -23,7 +23,9 @@ def write_bundle(writer: Writer, bundle: Bundle) -> None:
     if bundle.graph is not None:
         writer.graph(bundle.graph, "")
     if bundle.microbatching is not None:
-        _write_microbatching(writer, bundle.microbatching, same=bundle.microbatching.graph == bundle.graph)
+        _write_microbatching(
+            writer, bundle.microbatching, same=bundle.microbatching.graph == bundle.graph
+        )
     if bundle.program is not None:
         write_program(writer, bundle.program)
     for topic, sentence in bundle.notes:
@@ -47,7 +49,9 @@ def _write_microbatching(writer: Writer, m: Microbatching, same: bool) -> None:
     if m.refusal is not None:
         r = m.refusal
         at = "" if r.op is None else f" op {r.op}"
-        lines.append(f"  refused {quoted(r.reason)}{at} {quoted(r.equation)} {quoted(r.block)} {quoted(r.source)}")
+        lines.append(
+            f"  refused {quoted(r.reason)}{at} {quoted(r.equation)} {quoted(r.block)} {quoted(r.source)}"
+        )
     if m.accepted:
         lines.append("  accepted")
     if same:

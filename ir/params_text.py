@@ -148,11 +148,14 @@ def _small_array(kind: str, value: Any) -> Record | None:
         if dtype is None or dtype.startswith("key<") or value.size > MAX_ARRAY_SIZE:
             return None
         flat = np.asarray(value).reshape(-1)
-        return Record("array", (
-            ("dtype", Symbol(dtype)),
-            ("shape", tuple(value.shape)),
-            ("data", tuple(_scalar(x) for x in flat)),
-        ))
+        return Record(
+            "array",
+            (
+                ("dtype", Symbol(dtype)),
+                ("shape", tuple(value.shape)),
+                ("data", tuple(_scalar(x) for x in flat)),
+            ),
+        )
     return None
 
 

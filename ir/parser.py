@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 
 _TYPE = re.compile(r"(~?)(\w+(?:<\w+>)?)\[(.*)\]", re.ASCII)
 _NUMBER = re.compile(r"-?(?:\d++(?:\.\d*+)?(?:[eE][+-]?\d++)?|inf|nan)", re.ASCII)
-_CONSTANTS: dict[str, Any] = {"None": None, "True": True, "False": False, "nan": math.nan, "inf": math.inf}
+_CONSTANTS: dict[str, Any] = {
+    "None": None,
+    "True": True,
+    "False": False,
+    "nan": math.nan,
+    "inf": math.inf,
+}
 
 
 def parse_graph(text: str, *, filename: str = "<text>") -> Graph:
@@ -96,7 +102,10 @@ class GraphReader(Cursor):
         if self.take("hetjax"):
             version = self.integer("the version of the text form")
             if version != VERSION:
-                self.fail(f"this hetjax reads version {VERSION} of the text form, not {version}", self.at - 1)
+                self.fail(
+                    f"this hetjax reads version {VERSION} of the text form, not {version}",
+                    self.at - 1,
+                )
 
     # -- types and values
 
@@ -112,7 +121,8 @@ class GraphReader(Cursor):
                 if not d.strip().isdecimal():
                     self.fail(
                         f"'{d}' in {text} is not a dimension; a graph's types hold whole numbers",
-                        self.at - 1, inside + match.start(3),
+                        self.at - 1,
+                        inside + match.start(3),
                     )
             shape = tuple(self.to_int(d) for d in dims)
             found = self.types[text] = Aval(match[2], shape, bool(match[1]))
@@ -208,7 +218,9 @@ class GraphReader(Cursor):
                 while self.peek().startswith("%"):
                     self.definition(types)
                     if self.peek() == "=":
-                        self.fail("'unused' lists values that no op defines, behind the last op; an op stands here")
+                        self.fail(
+                            "'unused' lists values that no op defines, behind the last op; an op stands here"
+                        )
             elif token and token[0] in "%[(":
                 self.ops(ops, lambda: self.definition(types))
             else:
@@ -273,7 +285,11 @@ class GraphReader(Cursor):
                     if ":" in token:
                         break
                     self.at += 1
-                    inputs.append(self.to_int(token[1:]) if len(token) > 1 else self.fail("'%' without a number", self.at - 1))
+                    inputs.append(
+                        self.to_int(token[1:])
+                        if len(token) > 1
+                        else self.fail("'%' without a number", self.at - 1)
+                    )
                 elif self.at_literal():
                     inputs.append(self.literal())
                 else:
@@ -287,7 +303,19 @@ class GraphReader(Cursor):
                     self.fail("cost holds (flops,bytes read,bytes written)", position)
                 cost = Cost(*counts)
             source = self.string("the source line") if self.take("from") else ""
-            into.append(Op(primitive, tuple(inputs), tuple(outputs), params, region, block, source, scopes, cost))
+            into.append(
+                Op(
+                    primitive,
+                    tuple(inputs),
+                    tuple(outputs),
+                    params,
+                    region,
+                    block,
+                    source,
+                    scopes,
+                    cost,
+                )
+            )
 
     def section(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
         """Steps over `[forward in "block" stack "scope" transform("jvp")]`."""

@@ -46,7 +46,8 @@ class ProgramReader(GraphReader):
         self.expect("schedule")
         schedule = self.name("the schedule's name")
         parts: dict[str, list[Any]] = {
-            w: [] for w in ("mesh", "values", "fragment", "reshard", "tasks", "feed", "return", "result")
+            w: []
+            for w in ("mesh", "values", "fragment", "reshard", "tasks", "feed", "return", "result")
         }
         while not self.take("}"):
             word = self.peek()
@@ -56,10 +57,18 @@ class ProgramReader(GraphReader):
             parts[word].append(getattr(self, f"read_{word}")(len(parts[word])))
         pairs = self.table(self.pairs)
         return Program(
-            name, count, schedule, tuple(parts["mesh"]),
-            tuple(full for full, _ in pairs), tuple(micro for _, micro in pairs),
-            tuple(parts["fragment"]), tuple(parts["reshard"]), tuple(parts["tasks"]),
-            tuple(parts["feed"]), tuple(parts["return"]), tuple(parts["result"]),
+            name,
+            count,
+            schedule,
+            tuple(parts["mesh"]),
+            tuple(full for full, _ in pairs),
+            tuple(micro for _, micro in pairs),
+            tuple(parts["fragment"]),
+            tuple(parts["reshard"]),
+            tuple(parts["tasks"]),
+            tuple(parts["feed"]),
+            tuple(parts["return"]),
+            tuple(parts["result"]),
         )
 
     # -- types
@@ -78,17 +87,22 @@ class ProgramReader(GraphReader):
                 if dim is None or (dim.end() < len(body) and body[dim.end()] != ","):
                     self.fail(
                         f"'{body[at:]}' in {text} is not a dimension such as 64, 64|16, 16@model or 16@(x,y)",
-                        self.at - 1, inside + match.start(3) + at,
+                        self.at - 1,
+                        inside + match.start(3) + at,
                     )
                 full.append(self.to_int(dim[1]))
                 micro.append(self.to_int(dim[2] or dim[1]))
-                spec.append((dim[3],) if dim[3] else tuple((dim[4] or "").split(",")) if dim[4] else ())
+                spec.append(
+                    (dim[3],) if dim[3] else tuple((dim[4] or "").split(",")) if dim[4] else ()
+                )
                 at = dim.end() + 1
                 if dim.end() == len(body):
                     break
             weak = bool(match[1])
             found = self.placed_types[text] = (
-                Aval(match[2], tuple(full), weak), Aval(match[2], tuple(micro), weak), tuple(spec),
+                Aval(match[2], tuple(full), weak),
+                Aval(match[2], tuple(micro), weak),
+                tuple(spec),
             )
         return found
 
@@ -103,7 +117,10 @@ class ProgramReader(GraphReader):
         full, micro, spec = self.placed_type(text, len(head) + 1)
         known = self.pairs.setdefault(ref, (full, micro))
         if known != (full, micro) and not (ref in self.fixed and known[0] == full == micro):
-            self.fail(f"%{ref} is {text} here but {known[0]} (in one microbatch {known[1]}) above", self.at - 1)
+            self.fail(
+                f"%{ref} is {text} here but {known[0]} (in one microbatch {known[1]}) above",
+                self.at - 1,
+            )
         return ref, self.spec() if self.peek() == "spec" else spec
 
     def spec(self) -> Spec:
@@ -203,7 +220,9 @@ class ProgramReader(GraphReader):
                 self.ops(ops, self.op_output)
             else:
                 self.expected("'in', 'out', 'donates', an op, a '[region]' or '}'")
-        return Fragment(name, stage, phase, level, tuple(ops), tuple(inputs), tuple(outputs), tuple(donated))
+        return Fragment(
+            name, stage, phase, level, tuple(ops), tuple(inputs), tuple(outputs), tuple(donated)
+        )
 
     def op_output(self) -> int:
         position = self.at
@@ -223,7 +242,9 @@ class ProgramReader(GraphReader):
         position = self.at
         other, target_spec = self.placed_value()
         if other != ref:
-            self.fail(f"a reshard moves one value, but %{ref} leaves and %{other} arrives", position)
+            self.fail(
+                f"a reshard moves one value, but %{ref} leaves and %{other} arrives", position
+            )
         self.expect("bytes")
         nbytes = self.integer("how many bytes")
         pieces: list[Piece] = []
@@ -235,12 +256,16 @@ class ProgramReader(GraphReader):
                 stop_device = self.integer("the target device")
                 start = self.integers("a bound")
                 pieces.append(Piece(start_device, stop_device, start, self.integers("a bound")))
-        return Reshard(name, ref, form, source, target, source_spec, target_spec, nbytes, tuple(pieces))
+        return Reshard(
+            name, ref, form, source, target, source_spec, target_spec, nbytes, tuple(pieces)
+        )
 
     def read_tasks(self, position: int) -> tuple[Task, ...]:
         stage = self.integer("the stage")
         if stage != position:
-            self.fail(f"task lists stand in order of stages; this is number {position}", self.at - 1)
+            self.fail(
+                f"task lists stand in order of stages; this is number {position}", self.at - 1
+            )
         self.expect("{", "to open the task list")
         tasks: list[Task] = []
         while not self.take("}"):

@@ -62,7 +62,9 @@ def meshes(c: Context) -> Iterator[Found]:
         if any(n < 1 for _, n in m.axes):
             yield Found(f"mesh {m.name} has an axis of size less than 1: {dict(m.axes)}")
         elif size != len(m.devices):
-            yield Found(f"mesh {m.name} has axes of {size} devices in all, and names {len(m.devices)}")
+            yield Found(
+                f"mesh {m.name} has axes of {size} devices in all, and names {len(m.devices)}"
+            )
         if len(set(m.devices)) != len(m.devices):
             yield Found(f"mesh {m.name} names a device twice: {list(m.devices)}")
         for name in _twice(a for a, _ in m.axes):
@@ -79,36 +81,52 @@ def names(c: Context) -> Iterator[Found]:
         if f.phase not in PHASES:
             yield Found(f"fragment {f.name} has phase '{f.phase}'; phases are {', '.join(PHASES)}")
         if c.mesh(f.stage) is None:
-            yield Found(f"fragment {f.name} is on stage {f.stage}, but there are {len(p.meshes)} meshes")
+            yield Found(
+                f"fragment {f.name} is on stage {f.stage}, but there are {len(p.meshes)} meshes"
+            )
         for what, ports, forms in (("reads", f.inputs, FORMS), ("gives", f.outputs, GIVEN_FORMS)):
             for port in ports:
                 if port.form not in forms:
-                    yield Found(f"fragment {f.name} {what} %{port.ref} as '{port.form}'; it may be {', '.join(forms)}")
+                    yield Found(
+                        f"fragment {f.name} {what} %{port.ref} as '{port.form}'; it may be {', '.join(forms)}"
+                    )
     for r in p.reshards:
         if r.form not in CARRIED_FORMS:
-            yield Found(f"reshard {r.name} carries its value as '{r.form}'; it may be {', '.join(CARRIED_FORMS)}")
+            yield Found(
+                f"reshard {r.name} carries its value as '{r.form}'; it may be {', '.join(CARRIED_FORMS)}"
+            )
         for end, stage in (("starts", r.source), ("ends", r.target)):
             if c.mesh(stage) is None:
-                yield Found(f"reshard {r.name} {end} on stage {stage}, but there are {len(p.meshes)} meshes")
+                yield Found(
+                    f"reshard {r.name} {end} on stage {stage}, but there are {len(p.meshes)} meshes"
+                )
 
 
 def types(c: Context) -> Iterator[Found]:
     p = c.program
     if len(p.avals) != len(p.micro_avals):
-        yield Found(f"{len(p.avals)} values have types at full batch, {len(p.micro_avals)} in one microbatch")
+        yield Found(
+            f"{len(p.avals)} values have types at full batch, {len(p.micro_avals)} in one microbatch"
+        )
     for ref, (full, micro) in enumerate(zip(p.avals, p.micro_avals)):
         if full.dtype != micro.dtype or full.ndim != micro.ndim:
             yield Found(f"%{ref} is {full} at full batch but {micro} in one microbatch")
     for f in p.fragments:
         for port in (*f.inputs, *f.outputs):
             if not 0 <= port.ref < len(p.avals):
-                yield Found(f"fragment {f.name} has a port for %{port.ref}, but values go up to %{len(p.avals) - 1}")
+                yield Found(
+                    f"fragment {f.name} has a port for %{port.ref}, but values go up to %{len(p.avals) - 1}"
+                )
     for r in p.reshards:
         if not 0 <= r.ref < len(p.avals):
-            yield Found(f"reshard {r.name} carries %{r.ref}, but values go up to %{len(p.avals) - 1}")
+            yield Found(
+                f"reshard {r.name} carries %{r.ref}, but values go up to %{len(p.avals) - 1}"
+            )
 
 
-def _spec_problems(c: Context, spec: Spec, mesh: StageMesh | None, aval: Aval | None, what: str) -> Iterator[Found]:
+def _spec_problems(
+    c: Context, spec: Spec, mesh: StageMesh | None, aval: Aval | None, what: str
+) -> Iterator[Found]:
     # An empty spec is one that no pass has decided yet.
     if mesh is None or aval is None or spec == ():
         return
@@ -137,16 +155,25 @@ def specs(c: Context) -> Iterator[Found]:
         for what, ports in (("reads", f.inputs), ("gives", f.outputs)):
             for port in ports:
                 aval = c.aval(port.ref, port.form)
-                yield from _spec_problems(c, port.spec, c.mesh(f.stage), aval, f"{f.name} {what} {c.path(port.ref)}")
+                yield from _spec_problems(
+                    c, port.spec, c.mesh(f.stage), aval, f"{f.name} {what} {c.path(port.ref)}"
+                )
     for r in c.program.reshards:
-        for what, spec, stage in (("takes", r.source_spec, r.source), ("brings", r.target_spec, r.target)):
-            yield from _spec_problems(c, spec, c.mesh(stage), c.aval(r.ref, r.form), f"{r.name} {what} %{r.ref}")
+        for what, spec, stage in (
+            ("takes", r.source_spec, r.source),
+            ("brings", r.target_spec, r.target),
+        ):
+            yield from _spec_problems(
+                c, spec, c.mesh(stage), c.aval(r.ref, r.form), f"{r.name} {what} %{r.ref}"
+            )
     for feed in c.program.feeds:
         mesh = c.mesh(feed.stage)
         if mesh is not None:
             unknown = {a for dim in feed.spec for a in dim} - {a for a, _ in mesh.axes}
             for a in sorted(unknown):
-                yield Found(f"input {feed.argument} is fed to {mesh.name} split over axis '{a}', which it does not have")
+                yield Found(
+                    f"input {feed.argument} is fed to {mesh.name} split over axis '{a}', which it does not have"
+                )
 
 
 def ports(c: Context) -> Iterator[Found]:
@@ -158,20 +185,33 @@ def ports(c: Context) -> Iterator[Found]:
         made = {r for op in f.ops for r in op.outputs} | {p.ref for p in f.inputs}
         for port in f.outputs:
             if port.ref not in made:
-                yield Found(f"fragment {f.name} gives %{port.ref}, which none of its ops or inputs has")
-            if port.form != "step" and not f.per_microbatch and port.axis is None and c.program.num_microbatches > 1:
+                yield Found(
+                    f"fragment {f.name} gives %{port.ref}, which none of its ops or inputs has"
+                )
+            if (
+                port.form != "step"
+                and not f.per_microbatch
+                and port.axis is None
+                and c.program.num_microbatches > 1
+            ):
                 yield Found(f"fragment {f.name} runs once and gives %{port.ref} as '{port.form}'")
         for port in f.inputs:
             aval = c.aval(port.ref, port.form)
             if port.form == "concat" and port.axis is None:
                 yield Found(f"fragment {f.name} reads %{port.ref} concatenated, without an axis")
             if port.axis is not None and aval is not None and not 0 <= port.axis < aval.ndim:
-                yield Found(f"fragment {f.name} reads %{port.ref} along axis {port.axis}; it has {aval.ndim} dimensions")
+                yield Found(
+                    f"fragment {f.name} reads %{port.ref} along axis {port.axis}; it has {aval.ndim} dimensions"
+                )
             if f.per_microbatch and port.form not in ("step", "micro"):
-                yield Found(f"fragment {f.name} runs per microbatch and reads %{port.ref} as '{port.form}', which exists after the last")
+                yield Found(
+                    f"fragment {f.name} runs per microbatch and reads %{port.ref} as '{port.form}', which exists after the last"
+                )
         for i in f.donated:
             if not 0 <= i < len(f.inputs):
-                yield Found(f"fragment {f.name} donates input {i}, but inputs go up to {len(f.inputs) - 1}")
+                yield Found(
+                    f"fragment {f.name} donates input {i}, but inputs go up to {len(f.inputs) - 1}"
+                )
         for i, n in Counter(f.donated).items():
             if n > 1:
                 yield Found(f"fragment {f.name} donates input {i} twice")
@@ -194,20 +234,30 @@ def accumulators(c: Context) -> Iterator[Found]:
                 continue
             whose, scale = scales.setdefault(port.ref, (f.name, port.scale))
             if repr(scale) != repr(port.scale):
-                yield Found(f"the sum %{port.ref} is scaled by {scale!r} in {whose} and by {port.scale!r} in {f.name}")
+                yield Found(
+                    f"the sum %{port.ref} is scaled by {scale!r} in {whose} and by {port.scale!r} in {f.name}"
+                )
             for other, out in given.get((f.stage, port.ref), ()):
                 if out.spec and port.spec and out.spec != port.spec:
-                    yield Found(f"the sum %{port.ref} is given by {other.name} and read by {f.name} with another spec")
+                    yield Found(
+                        f"the sum %{port.ref} is given by {other.name} and read by {f.name} with another spec"
+                    )
 
 
 def _ends(r: Reshard, program: Program) -> tuple[list[Port], list[Port]]:
     sources = [
-        p for f in program.fragments if f.stage == r.source
-        for p in f.outputs if p.ref == r.ref and p.form == given_form(r.form)
+        p
+        for f in program.fragments
+        if f.stage == r.source
+        for p in f.outputs
+        if p.ref == r.ref and p.form == given_form(r.form)
     ]
     targets = [
-        p for f in program.fragments if f.stage == r.target
-        for p in f.inputs if p.ref == r.ref and carried_form(p.form) == r.form
+        p
+        for f in program.fragments
+        if f.stage == r.target
+        for p in f.inputs
+        if p.ref == r.ref and carried_form(p.form) == r.form
     ]
     return sources, targets
 
@@ -219,13 +269,21 @@ def reshards(c: Context) -> Iterator[Found]:
             yield Found(f"reshard {r.name} goes from stage {r.source} to itself")
         sources, targets = _ends(r, program)
         if not sources:
-            yield Found(f"reshard {r.name}: no fragment of stage {r.source} gives %{r.ref} as '{given_form(r.form)}'")
+            yield Found(
+                f"reshard {r.name}: no fragment of stage {r.source} gives %{r.ref} as '{given_form(r.form)}'"
+            )
         elif all(p.spec != r.source_spec for p in sources):
-            yield Found(f"reshard {r.name} takes %{r.ref} with another spec than stage {r.source} gives it")
+            yield Found(
+                f"reshard {r.name} takes %{r.ref} with another spec than stage {r.source} gives it"
+            )
         if not targets:
-            yield Found(f"reshard {r.name}: no fragment of stage {r.target} reads %{r.ref} as '{r.form}'")
+            yield Found(
+                f"reshard {r.name}: no fragment of stage {r.target} reads %{r.ref} as '{r.form}'"
+            )
         elif all(p.spec != r.target_spec for p in targets):
-            yield Found(f"reshard {r.name} brings %{r.ref} with another spec than stage {r.target} reads it")
+            yield Found(
+                f"reshard {r.name} brings %{r.ref} with another spec than stage {r.target} reads it"
+            )
         aval = c.aval(r.ref, r.form)
         if aval is not None and r.nbytes != aval.nbytes:
             yield Found(f"reshard {r.name} says {r.nbytes} bytes, but {aval} has {aval.nbytes}")
@@ -239,17 +297,23 @@ def _pieces(c: Context, r: Reshard, aval: Aval | None) -> Iterator[Found]:
     brought: Counter[int] = Counter()
     for p in r.pieces:
         if p.source not in source.devices or p.target not in target.devices:
-            yield Found(f"reshard {r.name} has a piece from device {p.source} to {p.target}, which are not on its meshes")
+            yield Found(
+                f"reshard {r.name} has a piece from device {p.source} to {p.target}, which are not on its meshes"
+            )
             return
         bounds = len(p.start) == len(p.stop) == aval.ndim
         if not bounds or any(not 0 <= a < b <= n for a, b, n in zip(p.start, p.stop, aval.shape)):
-            yield Found(f"reshard {r.name} has a piece {p.start} to {p.stop}, which is no block of {aval}")
+            yield Found(
+                f"reshard {r.name} has a piece {p.start} to {p.stop}, which is no block of {aval}"
+            )
             return
         brought[p.target] += math.prod(b - a for a, b in zip(p.start, p.stop))
     share = aval.size // math.prod(target.parts(r.target_spec))
     for device in target.devices:
         if brought[device] != share:
-            yield Found(f"reshard {r.name} brings device {device} {brought[device]} elements of {aval}; its share is {share}")
+            yield Found(
+                f"reshard {r.name} brings device {device} {brought[device]} elements of {aval}; its share is {share}"
+            )
 
 
 def returned(c: Context) -> Iterator[Found]:
@@ -268,24 +332,34 @@ def returned(c: Context) -> Iterator[Found]:
             continue
         result = program.results[r.result]
         if result.atom != r.port.ref:
-            yield Found(f'output "{result.path}" is {result.atom} but %{r.port.ref} is returned for it')
+            yield Found(
+                f'output "{result.path}" is {result.atom} but %{r.port.ref} is returned for it'
+            )
         if not any(
             p.ref == r.port.ref and p.form == given_form(r.port.form)
-            for f in program.fragments if f.stage == r.stage for p in f.outputs
+            for f in program.fragments
+            if f.stage == r.stage
+            for p in f.outputs
         ):
-            yield Found(f'output "{result.path}": no fragment of stage {r.stage} gives %{r.port.ref} as \'{r.port.form}\'')
+            yield Found(
+                f"output \"{result.path}\": no fragment of stage {r.stage} gives %{r.port.ref} as '{r.port.form}'"
+            )
     for k, n in Counter(r.updates for r in program.results if r.updates is not None).items():
         if n > 1:
             yield Found(f"input {k} is updated by {n} outputs")
 
 
 def fed(c: Context) -> Iterator[Found]:
-    for (argument, stage, form), n in Counter((f.argument, f.stage, f.form) for f in c.program.feeds).items():
+    for (argument, stage, form), n in Counter(
+        (f.argument, f.stage, f.form) for f in c.program.feeds
+    ).items():
         if n > 1:
             yield Found(f"input {argument} is fed to stage {stage} as '{form}' {n} times")
     for f in c.program.feeds:
         if c.mesh(f.stage) is None:
-            yield Found(f"input {f.argument} is fed to stage {f.stage}, but there are {len(c.program.meshes)} meshes")
+            yield Found(
+                f"input {f.argument} is fed to stage {f.stage}, but there are {len(c.program.meshes)} meshes"
+            )
         if f.form not in ("step", "micro"):
             yield Found(f"input {f.argument} is fed as '{f.form}'; it may be step or micro")
         if f.form == "micro" and f.axis is None and c.program.num_microbatches > 1:
@@ -299,7 +373,11 @@ PROGRAM_RULES: tuple[Rule[Context], ...] = (
     Rule("specs", "a spec's axes are on the mesh, used once, and divide their dimension", specs),
     Rule("ports", "a fragment gives what it has, in a form that suits how often it runs", ports),
     Rule("accumulators", "a sum has one fragment that accumulates it and one scale", accumulators),
-    Rule("reshard-ends", "a reshard's ends agree with the fragments there, its pieces with its value", reshards),
+    Rule(
+        "reshard-ends",
+        "a reshard's ends agree with the fragments there, its pieces with its value",
+        reshards,
+    ),
     Rule("returns", "every output is returned exactly once, by a stage that has it", returned),
     Rule("feeds", "an input is fed once per stage and form", fed),
 )

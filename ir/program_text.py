@@ -76,7 +76,9 @@ class ValueTypes:
 
     def placed(self, ref: int, spec: Spec) -> str:
         """Returns "%3:f32[64|16@data,8]", with the spec apart where it does not fit the type."""
-        plain = len(spec) == self.pair(ref)[0].ndim and all(_AXIS.fullmatch(a) for axes in spec for a in axes)
+        plain = len(spec) == self.pair(ref)[0].ndim and all(
+            _AXIS.fullmatch(a) for axes in spec for a in axes
+        )
         if plain:
             return f"%{ref}:{self.with_spec(ref, spec)}"
         return f"%{ref}:{self.text(ref)} {spec_text(spec)}"
@@ -90,7 +92,9 @@ class ValueTypes:
         out = []
         for ref in range(len(self.full)):
             if not self.fits(ref):
-                out.append(f"%{ref}:{type_text(self.full[ref])} micro {type_text(self.pair(ref)[1])}")
+                out.append(
+                    f"%{ref}:{type_text(self.full[ref])} micro {type_text(self.pair(ref)[1])}"
+                )
             elif ref not in typed:
                 out.append(f"%{ref}:{self.text(ref)}")
         return out
@@ -123,7 +127,9 @@ def _port_tail(port: Port) -> str:
 
 def _write_fragment(writer: Writer, f: Fragment, types: ValueTypes) -> None:
     lines = writer.lines
-    lines.append(f"  fragment {name_text(f.name)} on {f.stage} {name_text(f.phase)} level {f.level} {{")
+    lines.append(
+        f"  fragment {name_text(f.name)} on {f.stage} {name_text(f.phase)} level {f.level} {{"
+    )
     inputs = range(len(f.inputs))
     apart = f.donated if tuple(i for i in inputs if i in f.donated) != f.donated else None
     for i, port in enumerate(f.inputs):

@@ -20,13 +20,24 @@ from hetjax.ir.graph import Atom, Aval, Graph, Handle, Literal, Op, Record, Symb
 from hetjax.ir.program import Program
 
 # Parameters that hold an open jaxpr; all other nested jaxprs are closed.
-_OPEN = frozenset({
-    ("remat2", "jaxpr"), ("checkpoint", "jaxpr"), ("scatter", "update_jaxpr"), ("scatter-add", "update_jaxpr"),
-    ("scatter_add", "update_jaxpr"), ("scatter_sub", "update_jaxpr"), ("scatter_mul", "update_jaxpr"),
-    ("scatter_min", "update_jaxpr"), ("scatter_max", "update_jaxpr"), ("scatter-sub", "update_jaxpr"),
-    ("scatter-mul", "update_jaxpr"), ("scatter-min", "update_jaxpr"), ("scatter-max", "update_jaxpr"),
-    ("shard_map", "jaxpr"),
-})
+_OPEN = frozenset(
+    {
+        ("remat2", "jaxpr"),
+        ("checkpoint", "jaxpr"),
+        ("scatter", "update_jaxpr"),
+        ("scatter-add", "update_jaxpr"),
+        ("scatter_add", "update_jaxpr"),
+        ("scatter_sub", "update_jaxpr"),
+        ("scatter_mul", "update_jaxpr"),
+        ("scatter_min", "update_jaxpr"),
+        ("scatter_max", "update_jaxpr"),
+        ("scatter-sub", "update_jaxpr"),
+        ("scatter-mul", "update_jaxpr"),
+        ("scatter-min", "update_jaxpr"),
+        ("scatter-max", "update_jaxpr"),
+        ("shard_map", "jaxpr"),
+    }
+)
 
 
 # Problems listed one by one in an error.
@@ -59,7 +70,8 @@ def rebuild_equations(graph: Graph) -> Graph:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise LoweringError(
             f"{graph.name} came from text, and {len(problems)} of its ops cannot be lowered:\n  "
-            + "\n  ".join(shown) + more
+            + "\n  ".join(shown)
+            + more
         )
     return rebuilt
 
@@ -76,7 +88,15 @@ def _rebuild(graph: Graph, problems: list[str]) -> Graph:
                 op = dataclasses.replace(op, eqn=_equation(op, graph, known))
             except _Nested as error:
                 problems.extend(f"{where} / {p}" for p in error.problems)
-            except (_Cannot, LoweringError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+            except (
+                _Cannot,
+                LoweringError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                IndexError,
+                KeyError,
+            ) as error:
                 problems.append(f"{where}: {_first_line(error)}")
         ops.append(op)
     return graph.replace(ops=tuple(ops))
@@ -153,7 +173,11 @@ def _decode_symbol(symbol: str) -> Any:
 def _enums_of_jax(name: str) -> list[Any]:
     """Returns JAX's enums of that name; several have no public one."""
     kinds = (*enum.Enum.__subclasses__(), *enum.IntEnum.__subclasses__())
-    return [k for k in kinds if k.__name__ == name and k.__module__.partition(".")[0] in ("jax", "jaxlib")]
+    return [
+        k
+        for k in kinds
+        if k.__name__ == name and k.__module__.partition(".")[0] in ("jax", "jaxlib")
+    ]
 
 
 def _prng(name: str) -> Any:
@@ -191,13 +215,19 @@ def _jaxpr(graph: Graph, *, is_open: bool) -> Any:
 
     lost = [a.path for a in graph.inputs if a.role == "const" and a.ref not in graph.consts]
     if lost and not is_open:
-        raise _Cannot(f"its graph {graph.name} captures arrays ({', '.join(lost)}) that text does not hold")
+        raise _Cannot(
+            f"its graph {graph.name} captures arrays ({', '.join(lost)}) that text does not hold"
+        )
     problems: list[str] = []
     graph = _rebuild(graph, problems)
     if problems:
         raise _Nested(problems)
     closed = export_jaxpr(
-        graph.name, graph.ops, [a.ref for a in graph.inputs], [r.atom for r in graph.outputs], graph.avals
+        graph.name,
+        graph.ops,
+        [a.ref for a in graph.inputs],
+        [r.atom for r in graph.outputs],
+        graph.avals,
     )
     return closed.jaxpr if is_open else closed
 

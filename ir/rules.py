@@ -85,10 +85,14 @@ def refs_in_range(code: Code) -> Iterator[Found]:
     for i, op in enumerate(code.ops):
         for r in op.inputs:
             if type(r) is int and not 0 <= r < size:
-                yield code.at(i, f"{op.primitive} reads %{r}, but values go up to %{size - 1}", f"%{r}")
+                yield code.at(
+                    i, f"{op.primitive} reads %{r}, but values go up to %{size - 1}", f"%{r}"
+                )
         for r in op.outputs:
             if not 0 <= r < size:
-                yield code.at(i, f"{op.primitive} gives %{r}, but values go up to %{size - 1}", f"%{r}")
+                yield code.at(
+                    i, f"{op.primitive} gives %{r}, but values go up to %{size - 1}", f"%{r}"
+                )
     for r in code.results:
         if isinstance(r.atom, int) and not 0 <= r.atom < size:
             yield Found(f'output "{r.path}" is %{r.atom}, but values go up to %{size - 1}')
@@ -116,7 +120,11 @@ def dominance(code: Code) -> Iterator[Found]:
             if type(r) is int and r not in seen:
                 if late is None:
                     late = {o: k for k, other in enumerate(code.ops) for o in other.outputs}
-                where = f"only {code.ops[late[r]].primitive}, further down, gives" if r in late else "nothing gives"
+                where = (
+                    f"only {code.ops[late[r]].primitive}, further down, gives"
+                    if r in late
+                    else "nothing gives"
+                )
                 yield code.at(i, f"{op.primitive} reads %{r}, which {where}", f"%{r}")
         seen.update(op.outputs)
     for r in code.results:
@@ -126,12 +134,16 @@ def dominance(code: Code) -> Iterator[Found]:
 
 def known_types(code: Code) -> Iterator[Found]:
     wrong = {
-        r for r, a in enumerate(code.avals) if not is_dtype_name(a.dtype) or any(n < 0 for n in a.shape)
+        r
+        for r, a in enumerate(code.avals)
+        if not is_dtype_name(a.dtype) or any(n < 0 for n in a.shape)
     }
     if not wrong:
         return
     for r in sorted(wrong):
-        what = "an unknown dtype" if not is_dtype_name(code.avals[r].dtype) else "a negative dimension"
+        what = (
+            "an unknown dtype" if not is_dtype_name(code.avals[r].dtype) else "a negative dimension"
+        )
         position = next((i for i, op in enumerate(code.ops) if r in op.outputs), None)
         message = f"%{r} has type {code.avals[r]}: {what}"
         yield Found(message) if position is None else code.at(position, message, f"%{r}")
@@ -141,7 +153,9 @@ def literal_types(code: Code) -> Iterator[Found]:
     for i, op in enumerate(code.ops):
         for a in op.inputs:
             if type(a) is Literal and (problem := _literal_problem(a)):
-                yield code.at(i, f"{op.primitive} reads the literal {a.value!r} {problem}", "literal")
+                yield code.at(
+                    i, f"{op.primitive} reads the literal {a.value!r} {problem}", "literal"
+                )
     for r in code.results:
         if isinstance(r.atom, Literal) and (problem := _literal_problem(r.atom)):
             yield Found(f'output "{r.path}" is the literal {r.atom.value!r} {problem}')
@@ -154,8 +168,10 @@ def _literal_problem(literal: Literal) -> str:
     fits = (
         not is_key(aval.dtype)
         if not isinstance(value, (bool, complex, float))
-        else aval.dtype == "bool" if isinstance(value, bool)
-        else aval.dtype.startswith("c") if isinstance(value, complex)
+        else aval.dtype == "bool"
+        if isinstance(value, bool)
+        else aval.dtype.startswith("c")
+        if isinstance(value, complex)
         else is_inexact(aval.dtype)
     )
     return "" if fits else f"as {aval}, which cannot hold it"
@@ -164,13 +180,15 @@ def _literal_problem(literal: Literal) -> str:
 def regions(code: Code) -> Iterator[Found]:
     for i, op in enumerate(code.ops):
         if op.region and op.region not in REGIONS:
-            yield code.at(i, f"{op.primitive} is in region '{op.region}'; regions are {', '.join(REGIONS)}")
+            yield code.at(
+                i, f"{op.primitive} is in region '{op.region}'; regions are {', '.join(REGIONS)}"
+            )
 
 
 def roles(code: Code) -> Iterator[Found]:
     for a in code.arguments:
         if a.role not in ROLES:
-            yield Found(f'input "{a.path}" has role \'{a.role}\'; roles are {", ".join(ROLES)}')
+            yield Found(f"input \"{a.path}\" has role '{a.role}'; roles are {', '.join(ROLES)}")
         ndim = code.avals[a.ref].ndim if a.ref < len(code.avals) else 0
         if a.role == "batch" and a.batch_axis is None:
             yield Found(f'input "{a.path}" has role batch and no batch axis')
@@ -184,13 +202,19 @@ def updates(code: Code) -> Iterator[Found]:
         if r.updates is None:
             continue
         if not 0 <= r.updates < len(code.arguments):
-            yield Found(f'output "{r.path}" updates input {r.updates}, but inputs go up to {len(code.arguments) - 1}')
+            yield Found(
+                f'output "{r.path}" updates input {r.updates}, but inputs go up to {len(code.arguments) - 1}'
+            )
             continue
         target = code.arguments[r.updates]
         if target.role != "state":
-            yield Found(f'output "{r.path}" updates input "{target.path}", whose role is {target.role}, not state')
+            yield Found(
+                f'output "{r.path}" updates input "{target.path}", whose role is {target.role}, not state'
+            )
         if r.updates in by:
-            yield Found(f'input "{target.path}" is updated twice: by outputs "{by[r.updates].path}" and "{r.path}"')
+            yield Found(
+                f'input "{target.path}" is updated twice: by outputs "{by[r.updates].path}" and "{r.path}"'
+            )
         by[r.updates] = r
         new = r.atom.aval if isinstance(r.atom, Literal) else _lookup(code.avals, r.atom)
         old = _lookup(code.avals, target.ref)
@@ -213,7 +237,8 @@ def equation_types(code: Code) -> Iterator[Found]:
             continue
         if len(op.eqn.invars) != len(op.inputs) or len(op.eqn.outvars) != len(op.outputs):
             yield code.at(
-                i, f"{op.primitive} has {len(op.inputs)} operands and {len(op.outputs)} results, its equation "
+                i,
+                f"{op.primitive} has {len(op.inputs)} operands and {len(op.outputs)} results, its equation "
                 f"{len(op.eqn.invars)} and {len(op.eqn.outvars)}",
             )
             continue
@@ -223,8 +248,14 @@ def equation_types(code: Code) -> Iterator[Found]:
                     continue
                 aval, expected = code.avals[r], var.aval
                 shape = getattr(expected, "shape", ())
-                if aval.shape != shape or not _same_dtype(aval.dtype, getattr(expected, "dtype", None), names):
-                    yield code.at(i, f"%{r} is {aval}, but the equation of {op.primitive} has {expected} there", f"%{r}")
+                if aval.shape != shape or not _same_dtype(
+                    aval.dtype, getattr(expected, "dtype", None), names
+                ):
+                    yield code.at(
+                        i,
+                        f"%{r} is {aval}, but the equation of {op.primitive} has {expected} there",
+                        f"%{r}",
+                    )
 
 
 def _same_dtype(name: str, dtype: Any, names: dict[Any, str | None]) -> bool:
@@ -256,7 +287,11 @@ CODE_RULES: tuple[Rule[Code], ...] = (
     Rule("literal-types", "a literal is a scalar its dtype can hold", literal_types),
     Rule("regions", "a region is one of the four, or none yet", regions),
     Rule("equation-types", "an op's types are those of the equation it lowers to", equation_types),
-    Rule("primitive-types", "operands and results of common primitives agree in shape and dtype", _primitive_types),
+    Rule(
+        "primitive-types",
+        "operands and results of common primitives agree in shape and dtype",
+        _primitive_types,
+    ),
 )
 # Of a whole step.
 GRAPH_RULES: tuple[Rule[Code], ...] = (

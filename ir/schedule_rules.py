@@ -10,7 +10,10 @@ from hetjax.ir.program_rules import Context, carried_form, given_form
 from hetjax.ir.rules import Found, Rule
 
 _KINDS_OF_PHASE = {
-    "prologue": ("prologue",), "forward": ("F",), "backward": ("B", "I", "W"), "update": ("update",),
+    "prologue": ("prologue",),
+    "forward": ("F",),
+    "backward": ("B", "I", "W"),
+    "update": ("update",),
 }
 
 
@@ -53,7 +56,9 @@ def tasks_known(c: Context) -> Iterator[Found]:
                 elif fragment.stage != stage:
                     yield Found(f"{where}: that fragment is on stage {fragment.stage}")
                 elif task.kind not in (kinds := _KINDS_OF_PHASE.get(fragment.phase, ())) and kinds:
-                    yield Found(f"{where}: a {fragment.phase} fragment is run by {' or '.join(kinds)}")
+                    yield Found(
+                        f"{where}: a {fragment.phase} fragment is run by {' or '.join(kinds)}"
+                    )
             if task.microbatch is not None and not 0 <= task.microbatch < program.num_microbatches:
                 yield Found(f"{where}: microbatches are 0 to {program.num_microbatches - 1}")
 
@@ -62,7 +67,9 @@ def _expected(program: Program, per_microbatch: bool) -> set[int | None]:
     return set(range(program.num_microbatches)) if per_microbatch else {None}
 
 
-def _runs_problem(what: str, runs: Counter[int | None], program: Program, per_microbatch: bool) -> Iterator[Found]:
+def _runs_problem(
+    what: str, runs: Counter[int | None], program: Program, per_microbatch: bool
+) -> Iterator[Found]:
     # With one microbatch a task may say 0 or nothing.
     if program.num_microbatches == 1:
         runs = Counter({None: sum(runs.values())}) if runs else runs
@@ -71,7 +78,11 @@ def _runs_problem(what: str, runs: Counter[int | None], program: Program, per_mi
     often = sorted((m for m, n in runs.items() if n > 1), key=str)
     absent = sorted(expected - set(runs), key=str)
     extra = sorted(set(runs) - expected, key=str)
-    for word, numbers in (("more than once", often), ("never", absent), ("though it should not", extra)):
+    for word, numbers in (
+        ("more than once", often),
+        ("never", absent),
+        ("though it should not", extra),
+    ):
         if numbers:
             listed = ", ".join("the step" if m is None else str(m) for m in numbers)
             of = "" if numbers == [None] else f" for microbatch {listed}"
@@ -90,13 +101,22 @@ def runs(c: Context) -> Iterator[Found]:
         split = ("I", f.name) in by_work or ("W", f.name) in by_work
         for group in ("I", "W") if split else ("run",):
             found = by_work.get((group, f.name), Counter())
-            name = f"the {group} half of fragment {f.name} runs" if split else f"fragment {f.name} runs"
+            name = (
+                f"the {group} half of fragment {f.name} runs"
+                if split
+                else f"fragment {f.name} runs"
+            )
             yield from _runs_problem(name, found, program, f.per_microbatch)
     for r in program.reshards:
         given = _given_per_microbatch(program, r.source, r.ref, given_form(r.form))
         per_microbatch = r.form == "micro" and given
         for kind in ("send", "recv"):
-            yield from _runs_problem(f"reshard {r.name} has a {kind}", by_work.get((kind, r.name), Counter()), program, per_microbatch)
+            yield from _runs_problem(
+                f"reshard {r.name} has a {kind}",
+                by_work.get((kind, r.name), Counter()),
+                program,
+                per_microbatch,
+            )
 
 
 def _group(kind: str) -> str:
@@ -105,7 +125,8 @@ def _group(kind: str) -> str:
 
 def _given_per_microbatch(program: Program, stage: int, ref: int, form: str) -> bool:
     return any(
-        f.per_microbatch for f in program.fragments
+        f.per_microbatch
+        for f in program.fragments
         if f.stage == stage and any(p.ref == ref and p.form == form for p in f.outputs)
     )
 
@@ -165,7 +186,11 @@ def reads(c: Context) -> Iterator[Found]:
             if task.kind == "recv" and reshard:
                 held.add(reshard.ref, reshard.form, task.microbatch, True)
             elif task.kind == "send" and reshard:
-                if not held.has(reshard.ref, given_form(reshard.form) if reshard.form != "last" else "last", task.microbatch):
+                if not held.has(
+                    reshard.ref,
+                    given_form(reshard.form) if reshard.form != "last" else "last",
+                    task.microbatch,
+                ):
                     yield Found(f"{where} sends %{reshard.ref} before the stage has it")
             elif fragment:
                 for port in fragment.inputs:
@@ -179,9 +204,16 @@ def reads(c: Context) -> Iterator[Found]:
                             "run the pass 'insert-reshards'"
                         )
                 if task.kind != "W":  # W only adds weight gradients; they count when it ends
-                    _give(held, fragment, task, tuple(p for p in fragment.outputs if task.kind != "I" or p.form != "sum"))
+                    _give(
+                        held,
+                        fragment,
+                        task,
+                        tuple(p for p in fragment.outputs if task.kind != "I" or p.form != "sum"),
+                    )
                 else:
-                    _give(held, fragment, task, tuple(p for p in fragment.outputs if p.form == "sum"))
+                    _give(
+                        held, fragment, task, tuple(p for p in fragment.outputs if p.form == "sum")
+                    )
 
 
 def _give(held: _Held, fragment: Fragment, task: Task, ports: tuple) -> None:
@@ -209,15 +241,26 @@ def deadlock(c: Context) -> Iterator[Found]:
                 at[stage] += 1
                 moved = True
     stuck = [
-        _where(tasks[at[s]], s, at[s]) for s, tasks in enumerate(program.tasks) if at[s] < len(tasks)
+        _where(tasks[at[s]], s, at[s])
+        for s, tasks in enumerate(program.tasks)
+        if at[s] < len(tasks)
     ]
     if stuck:
-        yield Found("the task lists never end; these wait for a send that does not come: " + "; ".join(stuck))
+        yield Found(
+            "the task lists never end; these wait for a send that does not come: "
+            + "; ".join(stuck)
+        )
 
 
 SCHEDULE_RULES: tuple[Rule[Context], ...] = (
-    Rule("tasks-known", "a task names work of its stage, of its kind, for a microbatch there is", tasks_known),
-    Rule("runs", "every fragment and reshard runs exactly as often as its phase and form say", runs),
+    Rule(
+        "tasks-known",
+        "a task names work of its stage, of its kind, for a microbatch there is",
+        tasks_known,
+    ),
+    Rule(
+        "runs", "every fragment and reshard runs exactly as often as its phase and form say", runs
+    ),
     Rule("reads-before-made", "what a task reads is on its stage by then", reads),
     Rule("deadlock", "the task lists run to their end", deadlock),
 )

@@ -38,8 +38,13 @@ RESERVED = frozenset({"None", "True", "False", "nan", "inf", "complex", "graph",
 
 
 def print_graph(
-    graph: Graph, *, locations: bool = True, blocks: bool = True, regions: bool = True,
-    costs: bool = True, scopes: bool = False,
+    graph: Graph,
+    *,
+    locations: bool = True,
+    blocks: bool = True,
+    regions: bool = True,
+    costs: bool = True,
+    scopes: bool = False,
 ) -> str:
     """Returns the text of a graph; with the defaults, `parse_graph` gives back an equal graph.
 
@@ -56,7 +61,9 @@ def print_graph(
     return writer.text()
 
 
-def print_program(program: Program, *, locations: bool = True, blocks: bool = True, costs: bool = True) -> str:
+def print_program(
+    program: Program, *, locations: bool = True, blocks: bool = True, costs: bool = True
+) -> str:
     """Returns the text of a program; with the defaults, `parse_program` gives back an equal one.
 
     Args:
@@ -141,8 +148,15 @@ class Writer:
     """Collects lines; every `print_…` function is one writer with its switches."""
 
     def __init__(
-        self, *, locations: bool = True, blocks: bool = True, regions: bool = True,
-        costs: bool = True, scopes: bool = False, nones: bool = True, fold: bool = False,
+        self,
+        *,
+        locations: bool = True,
+        blocks: bool = True,
+        regions: bool = True,
+        costs: bool = True,
+        scopes: bool = False,
+        nones: bool = True,
+        fold: bool = False,
     ):
         self.locations, self.blocks, self.regions = locations, blocks, regions
         self.costs, self.scopes, self.nones, self.fold = costs, scopes, nones, fold
@@ -158,7 +172,9 @@ class Writer:
         types = _Types(enumerate(map(type_text, graph.avals)))
         for a in graph.inputs:
             axis = "" if a.batch_axis is None else f"({a.batch_axis})"
-            self.lines.append(f"{inner}in %{a.ref}:{types[a.ref]} {name_text(a.role)}{axis} {quoted(a.path)}")
+            self.lines.append(
+                f"{inner}in %{a.ref}:{types[a.ref]} {name_text(a.role)}{axis} {quoted(a.path)}"
+            )
         self.ops(graph.ops, types.__getitem__, inner)
         for r in graph.outputs:
             updates = "" if r.updates is None else f" updates {r.updates}"
@@ -234,7 +250,11 @@ class Writer:
         if kind is Aval:
             return type_text(value)
         if kind is Record:
-            head = value.kind if value.kind not in RESERVED and _NAME.fullmatch(value.kind) else quoted(value.kind)
+            head = (
+                value.kind
+                if value.kind not in RESERVED and _NAME.fullmatch(value.kind)
+                else quoted(value.kind)
+            )
             fields = [f"{name_text(k)}={self.value(v, indent)}" for k, v in value.fields]
             return f"{head}({','.join(fields)})"
         if kind is Graph:
@@ -245,8 +265,12 @@ class Writer:
         if self.fold:
             return f"graph {name_text(graph.name)} {{…}}"
         inner = Writer(
-            locations=self.locations, blocks=self.blocks, regions=self.regions, costs=self.costs,
-            scopes=self.scopes, nones=self.nones,
+            locations=self.locations,
+            blocks=self.blocks,
+            regions=self.regions,
+            costs=self.costs,
+            scopes=self.scopes,
+            nones=self.nones,
         )
         inner.graph(graph, indent + "    ")
         return "\n".join(inner.lines).lstrip()

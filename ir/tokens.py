@@ -69,7 +69,9 @@ class Cursor:
         offset = self.offset(self.at if position is None else position) + inside
         line = self.source.count("\n", 0, offset) + 1
         column = offset - (self.source.rfind("\n", 0, offset) + 1) + 1
-        raise ParseError(message, source=self.source, line=line, column=column, filename=self.filename)
+        raise ParseError(
+            message, source=self.source, line=line, column=column, filename=self.filename
+        )
 
     def expected(self, what: str) -> NoReturn:
         """Raises a ParseError that says what should stand here and what does."""

@@ -30,7 +30,9 @@ def _types(avals: Sequence[Aval]) -> str:
 
 def _arity(op: Op, ins: list[Aval], outs: list[Aval], n: int) -> str:
     if len(ins) != n or len(outs) != 1:
-        return f"{op.primitive} takes {n} operands and gives 1 result, not {len(ins)} and {len(outs)}"
+        return (
+            f"{op.primitive} takes {n} operands and gives 1 result, not {len(ins)} and {len(outs)}"
+        )
     return ""
 
 
@@ -42,7 +44,9 @@ def _broadcast_shape(ins: list[Aval]) -> tuple[int, ...] | None:
             continue
         if not shape:
             shape = a.shape
-        elif len(shape) != len(a.shape) or any(m != n and m != 1 and n != 1 for m, n in zip(shape, a.shape)):
+        elif len(shape) != len(a.shape) or any(
+            m != n and m != 1 and n != 1 for m, n in zip(shape, a.shape)
+        ):
             return None
         else:
             shape = tuple(n if m == 1 else m for m, n in zip(shape, a.shape))
@@ -58,7 +62,9 @@ def _nary(n: int, result: str = "") -> _Check:
         if not same or _broadcast_shape(ins) != shape:
             return f"{op.primitive} of {_types(ins)} cannot give {outs[0]}"
         dtype = result or dtype
-        if dtype != outs[0].dtype and not (op.primitive in _REAL_OF_COMPLEX or op.param("out_dtype")):
+        if dtype != outs[0].dtype and not (
+            op.primitive in _REAL_OF_COMPLEX or op.param("out_dtype")
+        ):
             return f"{op.primitive} of {_types(ins)} gives {dtype}, not {outs[0].dtype}"
         return ""
 
@@ -122,14 +128,18 @@ def _concatenate(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
     shape = list(ins[0].shape)
     shape[d] = sum(a.shape[d] for a in ins)
     for a in ins:
-        if [n for i, n in enumerate(a.shape) if i != d] != [n for i, n in enumerate(shape) if i != d]:
+        if [n for i, n in enumerate(a.shape) if i != d] != [
+            n for i, n in enumerate(shape) if i != d
+        ]:
             return f"concatenate of {_types(ins)} along dimension {d}"
     return _shape_is(op, outs, shape)
 
 
 def _select(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
     which, *cases = ins
-    if not cases or any(a.dtype != outs[0].dtype or (a.shape and a.shape != outs[0].shape) for a in cases):
+    if not cases or any(
+        a.dtype != outs[0].dtype or (a.shape and a.shape != outs[0].shape) for a in cases
+    ):
         return f"select_n of {_types(cases)} cannot give {outs[0]}"
     if (which.shape and which.shape != outs[0].shape) or which.dtype not in ("bool", "i32"):
         return f"select_n chooses by {which} among {outs[0]}"
@@ -139,7 +149,10 @@ def _select(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
 def _dot_general(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
     (left_sum, right_sum), (left_batch, right_batch) = op.param("dimension_numbers")
     left, right = ins[0].shape, ins[1].shape
-    for a, b in (*zip(left_sum, right_sum, strict=True), *zip(left_batch, right_batch, strict=True)):
+    for a, b in (
+        *zip(left_sum, right_sum, strict=True),
+        *zip(left_batch, right_batch, strict=True),
+    ):
         if left[a] != right[b]:
             return (
                 f"dot_general of {_types(ins)}: dimension {a} of the left has {left[a]}, "
@@ -147,7 +160,9 @@ def _dot_general(op: Op, ins: list[Aval], outs: list[Aval]) -> str:
             )
     free = lambda shape, used: [n for d, n in enumerate(shape) if d not in used]  # noqa: E731
     shape = (
-        [left[d] for d in left_batch] + free(left, (*left_sum, *left_batch)) + free(right, (*right_sum, *right_batch))
+        [left[d] for d in left_batch]
+        + free(left, (*left_sum, *left_batch))
+        + free(right, (*right_sum, *right_batch))
     )
     return _shape_is(op, outs, shape)
 
@@ -165,21 +180,70 @@ _REAL_OF_COMPLEX = frozenset({"abs", "real", "imag"})
 _MIXED = frozenset({"pow"})
 _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(
-        ("add", "sub", "mul", "div", "max", "min", "rem", "pow", "atan2", "and", "or", "xor", "nextafter",
-         "shift_left", "shift_right_logical", "shift_right_arithmetic", "add_any"), _nary(2),
+        (
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "max",
+            "min",
+            "rem",
+            "pow",
+            "atan2",
+            "and",
+            "or",
+            "xor",
+            "nextafter",
+            "shift_left",
+            "shift_right_logical",
+            "shift_right_arithmetic",
+            "add_any",
+        ),
+        _nary(2),
     ),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _nary(2, "bool")),
     **dict.fromkeys(
-        ("neg", "sign", "floor", "ceil", "round", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic",
-         "sin", "cos", "tan", "sqrt", "rsqrt", "cbrt", "abs", "not", "erf", "erfc", "erf_inv", "lgamma",
-         "digamma", "square", "integer_pow", "copy"), _nary(1),
+        (
+            "neg",
+            "sign",
+            "floor",
+            "ceil",
+            "round",
+            "exp",
+            "exp2",
+            "log",
+            "log1p",
+            "expm1",
+            "tanh",
+            "logistic",
+            "sin",
+            "cos",
+            "tan",
+            "sqrt",
+            "rsqrt",
+            "cbrt",
+            "abs",
+            "not",
+            "erf",
+            "erfc",
+            "erf_inv",
+            "lgamma",
+            "digamma",
+            "square",
+            "integer_pow",
+            "copy",
+        ),
+        _nary(1),
     ),
     "is_finite": _nary(1, "bool"),
     "convert_element_type": _convert,
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"), _reduce),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+        _reduce,
+    ),
     "squeeze": _squeeze,
     "concatenate": _concatenate,
     "select_n": _select,

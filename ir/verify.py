@@ -114,12 +114,23 @@ def _microbatching_problems(bundle: Bundle) -> Iterator[tuple[str, Found]]:
         yield where, Found(f"there are {micro.num_microbatches} microbatches; at least 1")
     if graph is not None and micro.graph is not graph and micro.refusal is None:
         if [op.primitive for op in micro.graph.ops] != [op.primitive for op in graph.ops]:
-            yield where, Found("the step at one microbatch has other ops than the step at full batch")
+            yield (
+                where,
+                Found("the step at one microbatch has other ops than the step at full batch"),
+            )
         elif len(micro.graph.avals) != len(graph.avals):
-            yield where, Found(f"{len(micro.graph.avals)} values at one microbatch, {len(graph.avals)} at full batch")
+            yield (
+                where,
+                Found(
+                    f"{len(micro.graph.avals)} values at one microbatch, {len(graph.avals)} at full batch"
+                ),
+            )
         yield from graph_problems(micro.graph, f"graph {micro.graph.name} at one microbatch")
     if len(micro.types) != len(micro.graph.avals):
-        yield where, Found(f"{len(micro.types)} values have a batch type, {len(micro.graph.avals)} exist")
+        yield (
+            where,
+            Found(f"{len(micro.types)} values have a batch type, {len(micro.graph.avals)} exist"),
+        )
 
 
 def _belonging_problems(bundle: Bundle) -> Iterator[tuple[str, Found]]:
@@ -132,9 +143,22 @@ def _belonging_problems(bundle: Bundle) -> Iterator[tuple[str, Found]]:
             yield where, Found("its outputs are not those of the graph")
         for feed in program.feeds:
             if not 0 <= feed.argument < len(graph.inputs):
-                yield where, Found(f"input {feed.argument} is fed, but inputs go up to {len(graph.inputs) - 1}")
-    if bundle.microbatching is not None and program.num_microbatches != bundle.microbatching.num_microbatches:
-        yield where, Found(f"it has {program.num_microbatches} microbatches, {bundle.microbatching.num_microbatches} are proved")
+                yield (
+                    where,
+                    Found(
+                        f"input {feed.argument} is fed, but inputs go up to {len(graph.inputs) - 1}"
+                    ),
+                )
+    if (
+        bundle.microbatching is not None
+        and program.num_microbatches != bundle.microbatching.num_microbatches
+    ):
+        yield (
+            where,
+            Found(
+                f"it has {program.num_microbatches} microbatches, {bundle.microbatching.num_microbatches} are proved"
+            ),
+        )
 
 
 def render(where: str, found: Found, *, context: bool = True) -> str:

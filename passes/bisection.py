@@ -59,7 +59,9 @@ class _Run:
             if number - 1 in self.crashed:
                 return True
             try:
-                self.bundles.append(run_pipeline(self.bundles[-1], self.passes[number - 1 : number]))
+                self.bundles.append(
+                    run_pipeline(self.bundles[-1], self.passes[number - 1 : number])
+                )
             except Exception as error:
                 self.crashed[number - 1] = f"{type(error).__name__}: {error}"
                 return True
@@ -99,7 +101,9 @@ def bisect(bundle: Bundle, passes: Sequence[Pass], check: Check) -> Blame | None
     one, good = passes[number - 1], run.bundles[number - 1]
     result = run.bundles[number] if len(run.bundles) > number else None
     rewrite, count, good, result = _first_bad_rewrite(run, good, result, one)
-    return Blame(number, one, run.crashed.get(number - 1, ""), rewrite, count, good, result, run.checks)
+    return Blame(
+        number, one, run.crashed.get(number - 1, ""), rewrite, count, good, result, run.checks
+    )
 
 
 def _first_bad_rewrite(

@@ -36,7 +36,9 @@ def diff(before: str, after: str) -> list[Line]:
     old, new = before.splitlines(), after.splitlines()
     same: dict[str, str] = {}
     out: list[Line] = []
-    for tag, i1, i2, j1, j2 in _opcodes([_REF.sub("%", x) for x in old], [_REF.sub("%", x) for x in new]):
+    for tag, i1, i2, j1, j2 in _opcodes(
+        [_REF.sub("%", x) for x in old], [_REF.sub("%", x) for x in new]
+    ):
         if tag == "equal":
             for a, b in zip(old[i1:i2], new[j1:j2]):
                 out.append(Line(" ", a, b) if _agree(a, b, same) else Line("~", a, b))
@@ -78,7 +80,9 @@ def changed(lines: Sequence[Line]) -> bool:
     return any(line.mark != " " for line in lines)
 
 
-def render(lines: Sequence[Line], *, side: bool = False, colour: bool = False, width: int = 160) -> str:
+def render(
+    lines: Sequence[Line], *, side: bool = False, colour: bool = False, width: int = 160
+) -> str:
     """Returns a difference as text; runs of unchanged lines are folded.
 
     Args:

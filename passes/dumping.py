@@ -48,7 +48,14 @@ class Dump(Instrument):
 
     def begin(self, bundle: Bundle, passes: tuple[Pass, ...]) -> None:
         self._write("input", bundle, [f"// the input of {pipeline_text(passes)}"])
-        self._log({"pass": "", "pipeline": pipeline_text(passes), "file": self.last, "ops": count_ops(bundle)})
+        self._log(
+            {
+                "pass": "",
+                "pipeline": pipeline_text(passes),
+                "file": self.last,
+                "ops": count_ops(bundle),
+            }
+        )
 
     def before(self, step: Step, bundle: Bundle) -> None:
         self._start = time.perf_counter()
@@ -58,25 +65,45 @@ class Dump(Instrument):
         parts = changed_parts(before, after)
         if parts:
             name = f"{self.number:03d}_{step.name}.hj"
-            self._write(step.name, after, [
-                f"// after pass {step.number} of {len(step.passes)}: {step.text}",
-                f"// hetjax opt {self.last} -p {_shell(step.text)} -o {name}",
-            ])
+            self._write(
+                step.name,
+                after,
+                [
+                    f"// after pass {step.number} of {len(step.passes)}: {step.text}",
+                    f"// hetjax opt {self.last} -p {_shell(step.text)} -o {name}",
+                ],
+            )
         else:
             self.number += 1
-        self._log({
-            "pass": step.text, "number": step.number, "of": len(step.passes), "seconds": round(seconds, 6),
-            "changed": list(parts), "ops": count_ops(after), "file": self.last,
-        })
+        self._log(
+            {
+                "pass": step.text,
+                "number": step.number,
+                "of": len(step.passes),
+                "seconds": round(seconds, 6),
+                "changed": list(parts),
+                "ops": count_ops(after),
+                "file": self.last,
+            }
+        )
 
     def failed(self, step: Step, bundle: Bundle, error: BaseException) -> None:
-        self._log({"pass": step.text, "number": step.number, "of": len(step.passes),
-                   "error": f"{type(error).__name__}: {error}", "file": self.last})
+        self._log(
+            {
+                "pass": step.text,
+                "number": step.number,
+                "of": len(step.passes),
+                "error": f"{type(error).__name__}: {error}",
+                "file": self.last,
+            }
+        )
 
     def _write(self, name: str, bundle: Bundle, header: list[str]) -> None:
         self.last = f"{self.number:03d}_{name}.hj"
         self.number += 1
-        (self.folder / self.last).write_text("\n".join(header) + "\n" + print_bundle(bundle), encoding="utf-8")
+        (self.folder / self.last).write_text(
+            "\n".join(header) + "\n" + print_bundle(bundle), encoding="utf-8"
+        )
 
     def _log(self, entry: dict[str, object]) -> None:
         with (self.folder / TRACE).open("a", encoding="utf-8") as file:
@@ -94,7 +121,8 @@ def _make_empty(folder: Path) -> None:
     others = sorted(p.name for p in folder.iterdir() if not ours.fullmatch(p.name))
     if others and not (folder / TRACE).exists():
         raise PassError(
-            "dump", f"{folder} holds {', '.join(others[:3])}, which no dump wrote; give an empty or new folder"
+            "dump",
+            f"{folder} holds {', '.join(others[:3])}, which no dump wrote; give an empty or new folder",
         )
     for path in folder.iterdir():
         if ours.fullmatch(path.name):
@@ -147,7 +175,10 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     # Run from a checkout, hetjax is no installed package.
-    out = {"python": platform.python_version(), "hetjax": getattr(sys.modules["hetjax"], "__version__", "unknown")}
+    out = {
+        "python": platform.python_version(),
+        "hetjax": getattr(sys.modules["hetjax"], "__version__", "unknown"),
+    }
     for package in ("jax", "jaxlib", "flax", "optax", "numpy"):
         try:
             out[package] = version(package)

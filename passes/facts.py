@@ -11,7 +11,10 @@ FACTS: dict[str, tuple[Callable[[Bundle], bool], str]] = {
     "graph": (lambda b: b.graph is not None, "trace a step with `hetjax trace`"),
     "cluster": (lambda b: b.cluster is not None, "give a cluster with `--cluster FILE`"),
     "plan": (lambda b: b.plan is not None, "run a planning pass or give a plan"),
-    "microbatching": (lambda b: b.microbatching is not None, "run 'one-microbatch', or trace with --microbatches"),
+    "microbatching": (
+        lambda b: b.microbatching is not None,
+        "run 'one-microbatch', or trace with --microbatches",
+    ),
     "program": (lambda b: b.program is not None, "run 'cut-stages'"),
     "graph.regions": (
         lambda b: b.graph is not None and all(op.region for op in b.graph.ops),

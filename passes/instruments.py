@@ -20,7 +20,8 @@ PARTS = ("graph", "cluster", "plan", "microbatching", "program", "notes")
 def changed_parts(before: Bundle, after: Bundle) -> tuple[str, ...]:
     """Returns the names of the parts that are other objects, and unequal."""
     return tuple(
-        p for p in PARTS
+        p
+        for p in PARTS
         if getattr(before, p) is not getattr(after, p) and getattr(before, p) != getattr(after, p)
     )
 
@@ -46,7 +47,9 @@ class VerifyEach(Instrument):
 
     def after(self, step: Step, before: Bundle, after: Bundle) -> None:
         if self.when == "each":
-            self.check(after, f"after pass '{step.name}', which had a valid input: a fault of that pass")
+            self.check(
+                after, f"after pass '{step.name}', which had a valid input: a fault of that pass"
+            )
 
     def finish(self, bundle: Bundle) -> None:
         self.check(bundle, "in the result")
@@ -122,7 +125,8 @@ class Diff(Instrument):
             self.write(f"// ----- {_where(step)}: nothing changed -----")
             return
         lines = diff(
-            print_bundle(only(before, parts), scopes=False, nones=False), print_bundle(only(after, parts), scopes=False, nones=False)
+            print_bundle(only(before, parts), scopes=False, nones=False),
+            print_bundle(only(after, parts), scopes=False, nones=False),
         )
         body = render(lines, side=self.side, colour=self.colour, width=self.width)
         self.write(f"// ----- {_where(step)} changed {', '.join(parts)} -----\n{body}")
@@ -168,10 +172,18 @@ class Time(Instrument):
     def after(self, step: Step, before: Bundle, after: Bundle) -> None:
         seconds = time.perf_counter() - self._start
         self._recording.__exit__(None, None, None)
-        self.timings.append(Timing(
-            step.number, step.text, seconds, tuple(self._phases), changed_parts(before, after),
-            count_ops(before), count_ops(after), bytes_between(after),
-        ))
+        self.timings.append(
+            Timing(
+                step.number,
+                step.text,
+                seconds,
+                tuple(self._phases),
+                changed_parts(before, after),
+                count_ops(before),
+                count_ops(after),
+                bytes_between(after),
+            )
+        )
 
     def tree(self) -> str:
         """Returns a table of passes with their parts below them."""
@@ -179,12 +191,16 @@ class Time(Instrument):
         rows = [f"{'seconds':>9}  {'share':>6}  pass"]
         for t in self.timings:
             rows.append(f"{t.seconds:9.4f}  {t.seconds / total:6.1%}  {t.text}")
-            rows.extend(f"{s:9.4f}  {s / total:6.1%}    {'  ' * depth}{name}" for depth, name, s in t.phases)
+            rows.extend(
+                f"{s:9.4f}  {s / total:6.1%}    {'  ' * depth}{name}" for depth, name, s in t.phases
+            )
         return "\n".join([*rows, f"{total:9.4f}          in all"])
 
     def statistics(self) -> str:
         """Returns a table of what each pass did."""
-        rows = [f"{'ops before':>10}  {'after':>8}  {'bytes between stages':>20}  {'changed':28}  pass"]
+        rows = [
+            f"{'ops before':>10}  {'after':>8}  {'bytes between stages':>20}  {'changed':28}  pass"
+        ]
         rows.extend(
             f"{t.ops_before:10d}  {t.ops_after:8d}  {t.bytes_between:20d}  {', '.join(t.changed) or '-':28}  {t.text}"
             for t in self.timings

@@ -23,9 +23,16 @@ from hetjax.ir.errors import ParseError, PassError
 from hetjax.ir.suggest import nearest
 from hetjax.passes.registry import ALIASES, Pass, pass_class, pass_names
 
-_TOKEN = re.compile(r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<word>[^\s,{}()="]+)|(?P<mark>[,{}()=]))""")
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-          type(None): "none"}
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<word>[^\s,{}()="]+)|(?P<mark>[,{}()=]))"""
+)
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "none",
+}
 MAX_NESTING = 8
 
 
@@ -116,7 +123,9 @@ class _Parser:
         while text[at:].strip():
             match = _TOKEN.match(text, at)
             if match is None:
-                raise self.error("a string that is not closed", at + len(text[at:]) - len(text[at:].lstrip()))
+                raise self.error(
+                    "a string that is not closed", at + len(text[at:]) - len(text[at:].lstrip())
+                )
             kind = str(match.lastgroup)
             self.tokens.append((kind, match[kind], match.start(kind)))
             at = match.end()
@@ -126,7 +135,9 @@ class _Parser:
     def error(self, message: str, at: int) -> ParseError:
         line = self.text.count("\n", 0, at) + 1
         column = at - (self.text.rfind("\n", 0, at) + 1) + 1
-        return ParseError(message, source=self.text, line=line, column=column, filename="<pipeline>")
+        return ParseError(
+            message, source=self.text, line=line, column=column, filename="<pipeline>"
+        )
 
     def peek(self, mark: str) -> bool:
         kind, text, _ = self.tokens[self.next]
@@ -165,7 +176,9 @@ class _Parser:
     def one_pass(self) -> Pass:
         name, at = self.word("a pass's name")
         if name not in pass_names():
-            raise self.error(f"there is no pass '{name}'{nearest(name, [*pass_names(), *ALIASES])}", at)
+            raise self.error(
+                f"there is no pass '{name}'{nearest(name, [*pass_names(), *ALIASES])}", at
+            )
         cls = pass_class(name)
         options: dict[str, Any] = {}
         if self.take("{"):
@@ -173,16 +186,20 @@ class _Parser:
                 key, value = self.option(cls)
                 if key in options:
                     raise self.error(
-                        f"option '{key}' of pass '{name}' is given twice", self.tokens[self.next - 1][2]
+                        f"option '{key}' of pass '{name}' is given twice",
+                        self.tokens[self.next - 1][2],
                     )
                 options[key] = value
                 self.take(",")
         absent = [
-            f.name for f in option_fields(cls)
+            f.name
+            for f in option_fields(cls)
             if default_of(f) is dataclasses.MISSING and f.name not in options
         ]
         if absent:
-            raise self.error(f"pass '{name}' needs the option '{absent[0]}': {name}{{{absent[0]}=…}}", at)
+            raise self.error(
+                f"pass '{name}' needs the option '{absent[0]}': {name}{{{absent[0]}=…}}", at
+            )
         try:
             return cls(**options)
         except (ValueError, TypeError) as error:
@@ -193,9 +210,7 @@ class _Parser:
         key = name.replace("-", "_")
         fields = {f.name: f for f in option_fields(cls)}
         if key not in fields:
-            raise self.error(
-                f"pass '{cls.name}' has no option '{name}'{nearest(key, fields)}", at
-            )
+            raise self.error(f"pass '{cls.name}' has no option '{name}'{nearest(key, fields)}", at)
         hint = typing.get_type_hints(cls)[key]
         start = at
         if self.take("="):
@@ -206,7 +221,9 @@ class _Parser:
         try:
             return key, _convert(raw, hint)
         except ValueError:
-            given = self.text[start : self.tokens[self.next - 1][2] + len(self.tokens[self.next - 1][1])]
+            given = self.text[
+                start : self.tokens[self.next - 1][2] + len(self.tokens[self.next - 1][1])
+            ]
             raise self.error(
                 f"option '{key}' of pass '{cls.name}' takes {_wanted(hint)}, not {given!r}", start
             ) from None
@@ -221,7 +238,9 @@ class _Parser:
                 items.append(self.value(depth + 1))
                 if not self.take(",") and not self.peek(")"):
                     _, text, at = self.tokens[self.next]
-                    raise self.error(f"expected ',' or ')', found {text!r}" if text else "expected ')'", at)
+                    raise self.error(
+                        f"expected ',' or ')', found {text!r}" if text else "expected ')'", at
+                    )
             return tuple(items)
         if kind not in ("word", "string"):
             raise self.error(f"expected a value, found {f'{text!r}' if text else 'the end'}", at)
@@ -264,7 +283,9 @@ def _convert(raw: Any, hint: Any) -> Any:
     if not isinstance(raw, _Word):
         raise ValueError(raw)
     if hint is type(None) or hint is bool:
-        named: dict[str, Any] = {"none": None} if hint is type(None) else {"true": True, "false": False}
+        named: dict[str, Any] = (
+            {"none": None} if hint is type(None) else {"true": True, "false": False}
+        )
         if text.lower() not in named:
             raise ValueError(text)
         return named[text.lower()]
@@ -290,5 +311,7 @@ def resolve(passes: str | Sequence[Pass]) -> tuple[Pass, ...]:
         return parse_pipeline(passes)
     for p in passes:
         if not isinstance(p, Pass):
-            raise PassError(str(p), f"{p!r} is not a pass: it needs name, summary and apply(bundle)")
+            raise PassError(
+                str(p), f"{p!r} is not a pass: it needs name, summary and apply(bundle)"
+            )
     return tuple(passes)

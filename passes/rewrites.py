@@ -30,7 +30,9 @@ class RewriteLog:
     names: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
 
-_LOG: contextvars.ContextVar[RewriteLog | None] = contextvars.ContextVar("hetjax_rewrites", default=None)
+_LOG: contextvars.ContextVar[RewriteLog | None] = contextvars.ContextVar(
+    "hetjax_rewrites", default=None
+)
 
 
 def rewrite(name: str, where: str = "") -> bool:

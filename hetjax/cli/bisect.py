@@ -28,15 +28,38 @@ CANNOT_TELL = 125
 
 @click.command()
 @click.argument("program", metavar="PROGRAM")
-@click.option("-p", "--pipeline", required=True, metavar="PASSES", shell_complete=complete_pipeline, help="The passes to search.")
 @click.option(
-    "--check", "command", default="verify", metavar="CMD", show_default=True,
+    "-p",
+    "--pipeline",
+    required=True,
+    metavar="PASSES",
+    shell_complete=complete_pipeline,
+    help="The passes to search.",
+)
+@click.option(
+    "--check",
+    "command",
+    default="verify",
+    metavar="CMD",
+    show_default=True,
     help="'verify', 'numbers', or a shell command that gets a .hj file ({} or its last word): exit 0 is good.",
 )
 @click.option("--cluster", metavar="FILE", help="The cluster, in place of the file's own.")
-@click.option("-o", "--output", metavar="DIR", help="Write good.hj and bad.hj, just before and just after the fault.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    help="Write good.hj and bad.hj, just before and just after the fault.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bisect(program: str, pipeline: str, command: str, cluster: str | None, output: str | None, as_json: bool) -> int:
+def bisect(
+    program: str,
+    pipeline: str,
+    command: str,
+    cluster: str | None,
+    output: str | None,
+    as_json: bool,
+) -> int:
     """Find the first pass, then the first rewrite, that makes PROGRAM fail a check.
 
     'verify' asks the verifier; 'numbers' runs the graph on random inputs and compares its outputs with those of
@@ -49,7 +72,9 @@ def bisect(program: str, pipeline: str, command: str, cluster: str | None, outpu
     try:
         bundle = load_bundle(program, cluster)
         with tempfile.TemporaryDirectory() as folder:
-            blame = search(bundle, parse_pipeline(pipeline), make_check(command, bundle, Path(folder)))
+            blame = search(
+                bundle, parse_pipeline(pipeline), make_check(command, bundle, Path(folder))
+            )
     except HetjaxError as error:
         if not as_json:
             raise
@@ -57,7 +82,16 @@ def bisect(program: str, pipeline: str, command: str, cluster: str | None, outpu
         return EXIT_NEGATIVE
     files = _write(blame, output) if blame is not None and output is not None else {}
     if as_json:
-        click.echo(json.dumps({"ok": True, "found": blame is not None, **(_facts(blame) if blame else {}), **files}))
+        click.echo(
+            json.dumps(
+                {
+                    "ok": True,
+                    "found": blame is not None,
+                    **(_facts(blame) if blame else {}),
+                    **files,
+                }
+            )
+        )
     elif blame is None:
         click.echo("every pass passes the check")
     else:
@@ -114,8 +148,13 @@ def _facts(blame: Blame) -> dict[str, Any]:
         position, name, where = blame.rewrite
         rewrite = {"number": position, "of": blame.num_rewrites, "name": name, "where": where}
     return {
-        "pass": {"number": blame.number, "text": pass_text(blame.one), "raised": blame.crashed or None},
-        "rewrite": rewrite, "checks": blame.checks,
+        "pass": {
+            "number": blame.number,
+            "text": pass_text(blame.one),
+            "raised": blame.crashed or None,
+        },
+        "rewrite": rewrite,
+        "checks": blame.checks,
     }
 
 
@@ -144,12 +183,16 @@ def _print(blame: Blame, files: dict[str, str]) -> None:
         click.echo(f"it raised {blame.crashed}")
     if blame.rewrite is not None:
         position, name, where = blame.rewrite
-        click.echo(f"first bad rewrite: {name}{f' at {where}' if where else ''} ({position} of {blame.num_rewrites})")
+        click.echo(
+            f"first bad rewrite: {name}{f' at {where}' if where else ''} ({position} of {blame.num_rewrites})"
+        )
     elif blame.num_rewrites:
         click.echo(f"it is bad before the first of its {blame.num_rewrites} rewrites")
     if blame.bad is not None:
         parts = changed_parts(blame.good, blame.bad)
-        texts = [print_bundle(only(b, parts), scopes=False, nones=False) for b in (blame.good, blame.bad)]
+        texts = [
+            print_bundle(only(b, parts), scopes=False, nones=False) for b in (blame.good, blame.bad)
+        ]
         click.echo(render(diff(*texts), colour=use_colour()), err=True)
     for name, path in files.items():
         click.echo(f"{name}: {path}")

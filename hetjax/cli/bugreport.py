@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import getpass
 import io
@@ -32,11 +33,22 @@ _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "NPROC", "HETJAX_D
 
 @click.command()
 @click.argument("files", nargs=-1, metavar="[FILE]...")
-@click.option("-o", "--output", metavar="FILE", default="hetjax-bugreport.tar.gz", show_default=True, help="The archive.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    default="hetjax-bugreport.tar.gz",
+    show_default=True,
+    help="The archive.",
+)
 @click.option("--cluster", metavar="FILE", help="The cluster file of the run.")
-@click.option("--hide", multiple=True, metavar="WORD", help="Another word to remove (may be repeated).")
+@click.option(
+    "--hide", multiple=True, metavar="WORD", help="Another word to remove (may be repeated)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bugreport(files: tuple[str, ...], output: str, cluster: str | None, hide: tuple[str, ...], as_json: bool) -> int:
+def bugreport(
+    files: tuple[str, ...], output: str, cluster: str | None, hide: tuple[str, ...], as_json: bool
+) -> int:
     """Bundle reproducers, plans and other text FILEs with versions and cluster into one archive.
 
     Absolute paths lose their folders, sites and nodes their names; this machine's name, yours and addresses are
@@ -65,7 +77,10 @@ def environment() -> dict[str, Any]:
     from hetjax.passes.dumping import versions
 
     return {
-        "versions": versions(), "platform": platform.system(), "machine": platform.machine(), "cores": os.cpu_count(),
+        "versions": versions(),
+        "platform": platform.system(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
         "environment": {k: os.environ[k] for k in _VARIABLES if k in os.environ},
     }
 
@@ -80,14 +95,26 @@ class Redactor:
     def __init__(self, words: tuple[str, ...] = ()):
         host = socket.gethostname()
         named = {host: "HOST", host.partition(".")[0]: "HOST", socket.getfqdn(): "HOST"}
-        try:
+        with contextlib.suppress(KeyError, OSError):
             named[getpass.getuser()] = "USER"
-        except (KeyError, OSError):
-            pass
         named |= dict.fromkeys(words, "HIDDEN")
         # Words of every program would be destroyed by removing them.
-        common = {"", "root", "user", "localhost", "main", "cpu", "gpu", "train", "model", "data", "state"}
-        self.named = {w: to for w, to in named.items() if w in words or (w not in common and len(w) > 2)}
+        common = {
+            "",
+            "root",
+            "user",
+            "localhost",
+            "main",
+            "cpu",
+            "gpu",
+            "train",
+            "model",
+            "data",
+            "state",
+        }
+        self.named = {
+            w: to for w, to in named.items() if w in words or (w not in common and len(w) > 2)
+        }
 
     def __call__(self, text: str) -> str:
         text = _ADDRESS.sub("ADDRESS", _ABSOLUTE.sub("", text))
@@ -128,14 +155,27 @@ def rename_cluster(cluster: Cluster) -> tuple[Cluster, dict[str, str]]:
     # Inner links bear the names of presets; those between places are named after them.
     names |= {link.name: f"link{i}" for i, link in enumerate(cluster.links) if link.between}
     to = lambda name: names.get(name, name)  # noqa: E731
-    uplinks = {u: f"uplink{i}" for i, u in enumerate(dict.fromkeys(x.uplink for x in cluster.links if x.uplink))}
+    uplinks = {
+        u: f"uplink{i}"
+        for i, u in enumerate(dict.fromkeys(x.uplink for x in cluster.links if x.uplink))
+    }
     changed = dataclasses.replace(
-        cluster, name="cluster",
-        sites=tuple(dataclasses.replace(s, name=to(s.name), link=to(s.link)) for s in cluster.sites),
-        nodes=tuple(dataclasses.replace(n, name=to(n.name), site=to(n.site), link=to(n.link)) for n in cluster.nodes),
+        cluster,
+        name="cluster",
+        sites=tuple(
+            dataclasses.replace(s, name=to(s.name), link=to(s.link)) for s in cluster.sites
+        ),
+        nodes=tuple(
+            dataclasses.replace(n, name=to(n.name), site=to(n.site), link=to(n.link))
+            for n in cluster.nodes
+        ),
         links=tuple(
             dataclasses.replace(
-                x, name=to(x.name), between=tuple(map(to, x.between)), uplink=uplinks.get(x.uplink, ""), source="",
+                x,
+                name=to(x.name),
+                between=tuple(map(to, x.between)),
+                uplink=uplinks.get(x.uplink, ""),
+                source="",
             )
             for x in cluster.links
         ),
@@ -150,18 +190,25 @@ def anonymous_bundle(bundle: Bundle) -> Bundle:
     if cluster is not None:
         cluster, names = rename_cluster(cluster)
     else:
-        stages = bundle.plan.stages if bundle.plan else bundle.program.meshes if bundle.program else ()
+        stages = (
+            bundle.plan.stages if bundle.plan else bundle.program.meshes if bundle.program else ()
+        )
         sites = [s.site for s in stages]
         names = {site: f"site{i}" for i, site in enumerate(dict.fromkeys(sites))}
     plan, program = bundle.plan, bundle.program
     if plan is not None:
         plan = plan.with_(
-            cluster="cluster", cluster_hash=cluster.hash if cluster is not None else "",
-            stages=tuple(dataclasses.replace(s, site=names.get(s.site, s.site)) for s in plan.stages),
+            cluster="cluster",
+            cluster_hash=cluster.hash if cluster is not None else "",
+            stages=tuple(
+                dataclasses.replace(s, site=names.get(s.site, s.site)) for s in plan.stages
+            ),
         )
     if program is not None:
         program = program.replace(
-            meshes=tuple(dataclasses.replace(m, site=names.get(m.site, m.site)) for m in program.meshes)
+            meshes=tuple(
+                dataclasses.replace(m, site=names.get(m.site, m.site)) for m in program.meshes
+            )
         )
     return bundle.replace(cluster=cluster, plan=plan, program=program)
 

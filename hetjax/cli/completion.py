@@ -24,14 +24,18 @@ def completion(shell: str) -> None:
     click.echo(kind(cli, {}, "hetjax", "_HETJAX_COMPLETE").source())
 
 
-def complete_pass(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_pass(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Returns the passes whose name starts with what was typed."""
     from hetjax.passes.registry import pass_names
 
     return [CompletionItem(name) for name in pass_names() if name.startswith(incomplete)]
 
 
-def complete_pipeline(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_pipeline(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Returns what was typed with its last pass completed."""
     from hetjax.passes.registry import ALIASES, pass_names
 
@@ -39,5 +43,7 @@ def complete_pipeline(context: click.Context, parameter: click.Parameter, incomp
     if "{" in last and "}" not in last:
         return []
     return [
-        CompletionItem(f"{done}{comma}{name}") for name in (*pass_names(), *ALIASES) if name.startswith(last)
+        CompletionItem(f"{done}{comma}{name}")
+        for name in (*pass_names(), *ALIASES)
+        if name.startswith(last)
     ]

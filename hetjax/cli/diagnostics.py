@@ -1,7 +1,7 @@
 """`// expected-error {{…}}` lines in golden files: errors a file is there to provoke.
 
-    // expected-error {{reads %9}}          any line
-    // expected-error@+1 {{expected ','}}   reported one line below this one (parse errors have lines)
+// expected-error {{reads %9}}          any line
+// expected-error@+1 {{expected ','}}   reported one line below this one (parse errors have lines)
 """
 
 from __future__ import annotations
@@ -45,5 +45,7 @@ class Expectations:
                 out.append(f"line {line}: expected an error{where} that says: {message}")
             else:
                 given.remove(match)
-        out += [f"unexpected error{f' at line {line}' if line else ''}: {text}" for line, text in given]
+        out += [
+            f"unexpected error{f' at line {line}' if line else ''}: {text}" for line, text in given
+        ]
         return out

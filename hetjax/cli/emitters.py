@@ -11,8 +11,16 @@ if TYPE_CHECKING:
 
 # form -> (module, function, what it is). A function takes a bundle and returns text.
 EMITTERS: dict[str, tuple[str, str, str]] = {
-    "chrome-trace": ("hetjax.emit.chrome", "emit_chrome_trace", "the simulated timeline, for Perfetto"),
-    "dot": ("hetjax.emit.dot", "emit_dot", "Graphviz: modules and what passes between them, or fragments on meshes"),
+    "chrome-trace": (
+        "hetjax.emit.chrome",
+        "emit_chrome_trace",
+        "the simulated timeline, for Perfetto",
+    ),
+    "dot": (
+        "hetjax.emit.dot",
+        "emit_dot",
+        "Graphviz: modules and what passes between them, or fragments on meshes",
+    ),
     "hj": ("hetjax.ir.text", "print_bundle", "the text form, which parses back"),
     "html": ("hetjax.emit.html", "emit_html", "one page without network: stages, timeline, text"),
     "mpmd": ("hetjax.emit.mpmd", "emit_mpmd", "the program in Shardy's MPMD dialect"),

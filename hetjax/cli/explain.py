@@ -24,21 +24,47 @@ MOST_HOLDERS = 10
 @click.command()
 @click.argument("program", metavar="PROGRAM")
 @click.argument("what", required=False, metavar="[VALUE|STAGE]")
-@click.option("--cluster", metavar="FILE", help="The cluster; the file's own, or the local devices, when left out.")
-@click.option("--plan", "plan_file", metavar="FILE", help="A saved plan for FILE.py:build, in place of a new one.")
+@click.option(
+    "--cluster",
+    metavar="FILE",
+    help="The cluster; the file's own, or the local devices, when left out.",
+)
+@click.option(
+    "--plan",
+    "plan_file",
+    metavar="FILE",
+    help="A saved plan for FILE.py:build, in place of a new one.",
+)
 @click.option("--stages", type=click.IntRange(1), help="Number of pipeline stages.")
 @click.option("--microbatches", type=click.IntRange(1), help="Number of microbatches.")
-@click.option("--mesh", metavar="D,M", help='Data and model axis of each stage: "2,1", or "2,1;3,2" per stage.')
+@click.option(
+    "--mesh",
+    metavar="D,M",
+    help='Data and model axis of each stage: "2,1", or "2,1;3,2" per stage.',
+)
 @click.option("--schedule", help="The schedule's name.")
 @click.option("--reshards", is_flag=True, help="List what moves, largest first.")
-@click.option("--fail-over", metavar="SIZE", help="With --reshards: exit 1 if one value moves more than SIZE per step.")
+@click.option(
+    "--fail-over",
+    metavar="SIZE",
+    help="With --reshards: exit 1 if one value moves more than SIZE per step.",
+)
 @click.option("--memory", is_flag=True, help="List the largest holders at each device's peak.")
 @click.option("--no-price", is_flag=True, help="For a VALUE: do not lower and price other splits.")
 @click.option("--all", "everything", is_flag=True, help="Full lists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def explain(
-    program: str, what: str | None, cluster: str | None, plan_file: str | None, reshards: bool,
-    fail_over: str | None, memory: bool, no_price: bool, everything: bool, as_json: bool, **request: Any,
+    program: str,
+    what: str | None,
+    cluster: str | None,
+    plan_file: str | None,
+    reshards: bool,
+    fail_over: str | None,
+    memory: bool,
+    no_price: bool,
+    everything: bool,
+    as_json: bool,
+    **request: Any,
 ) -> int:
     """Explain the plan of PROGRAM: FILE.py:build, step.hj or plan.json.
 
@@ -52,7 +78,9 @@ def explain(
         raise click.UsageError("give one of VALUE or STAGE, --reshards, --memory")
     try:
         bundle = complete_bundle(program, cluster, plan_file, request)
-        answer, text, code = _answer(bundle, what, reshards, fail_over, memory, not no_price, everything)
+        answer, text, code = _answer(
+            bundle, what, reshards, fail_over, memory, not no_price, everything
+        )
     except HetjaxError as error:
         if not as_json:
             raise
@@ -62,7 +90,9 @@ def explain(
     return code
 
 
-def complete_bundle(program: str, cluster: str | None, plan_file: str | None, request: dict[str, Any]) -> Bundle:
+def complete_bundle(
+    program: str, cluster: str | None, plan_file: str | None, request: dict[str, Any]
+) -> Bundle:
     """Returns PROGRAM with plan and program, as far as it can be had.
 
     Raises:
@@ -79,8 +109,10 @@ def complete_bundle(program: str, cluster: str | None, plan_file: str | None, re
         force_cpu_devices()
         described = Cluster.from_toml(cluster) if cluster else Cluster.local()
         options = Options(
-            num_stages=asked.get("stages"), num_microbatches=asked.get("microbatches"),
-            mesh=parse_mesh(asked.get("mesh")), schedule=asked.get("schedule"),
+            num_stages=asked.get("stages"),
+            num_microbatches=asked.get("microbatches"),
+            mesh=parse_mesh(asked.get("mesh")),
+            schedule=asked.get("schedule"),
             plan=Plan.load(plan_file) if plan_file else None,
         )
         return build_bundle(trace_target(program), described, options)
@@ -96,7 +128,13 @@ def complete_bundle(program: str, cluster: str | None, plan_file: str | None, re
 
 
 def _answer(
-    bundle: Bundle, what: str | None, reshards: bool, fail_over: str | None, memory: bool, price: bool, everything: bool
+    bundle: Bundle,
+    what: str | None,
+    reshards: bool,
+    fail_over: str | None,
+    memory: bool,
+    price: bool,
+    everything: bool,
 ) -> tuple[dict[str, Any], str, int]:
     """Returns the answer as JSON holds it, as text, and the exit code."""
     if reshards:
@@ -123,7 +161,9 @@ def _stages(bundle: Bundle) -> list[StageFacts]:
 
         return program_stages(bundle, estimate_program(bundle))
     if bundle.plan is None:
-        raise PlanError("there is no plan to explain; give a cluster with --cluster FILE, or run hetjax opt -p default")
+        raise PlanError(
+            "there is no plan to explain; give a cluster with --cluster FILE, or run hetjax opt -p default"
+        )
     return plan_stages(bundle.plan)
 
 
@@ -135,14 +175,24 @@ def _overview(bundle: Bundle, stages: list[StageFacts]) -> tuple[dict[str, Any],
     if bundle.plan is not None:
         p = bundle.plan
         why = f" ({p.microbatch_reason})" if p.microbatch_reason else ""
-        lines.append(f"{p.name}: {p.num_stages} stages, {p.num_microbatches} microbatches{why}, schedule {p.schedule}")
-        answer |= {"name": p.name, "microbatches": p.num_microbatches, "schedule": p.schedule, "sources": dict(p.sources)}
+        lines.append(
+            f"{p.name}: {p.num_stages} stages, {p.num_microbatches} microbatches{why}, schedule {p.schedule}"
+        )
+        answer |= {
+            "name": p.name,
+            "microbatches": p.num_microbatches,
+            "schedule": p.schedule,
+            "sources": dict(p.sources),
+        }
     if bundle.program is not None and bundle.cluster is not None and bundle.graph is not None:
         from hetjax.passes.cost.estimate import estimate_program
 
         e = estimate_program(bundle)
         answer |= {
-            "step_s": e.iteration_s, "lower_bound_s": e.lower_bound_s, "bubble": e.bubble, "over": list(e.over),
+            "step_s": e.iteration_s,
+            "lower_bound_s": e.lower_bound_s,
+            "bubble": e.bubble,
+            "over": list(e.over),
             "estimate_sources": dict(e.sources),
         }
         lines.append(
@@ -170,35 +220,61 @@ def _stage(bundle: Bundle, facts: StageFacts, everything: bool) -> tuple[dict[st
         prices = estimate_program(bundle).fragments
         rows = [f for f in program.fragments if f.stage == number]
         answer["fragments"] = [
-            {"name": f.name, "ops": len(f.ops), "seconds": prices[f.name].seconds, "inputs": len(f.inputs),
-             "outputs": len(f.outputs), "runs": program.num_microbatches if f.per_microbatch else 1}
+            {
+                "name": f.name,
+                "ops": len(f.ops),
+                "seconds": prices[f.name].seconds,
+                "inputs": len(f.inputs),
+                "outputs": len(f.outputs),
+                "runs": program.num_microbatches if f.per_microbatch else 1,
+            }
             for f in rows
         ]
-        lines += ["", table([
-            ["fragment", *(f.name for f in rows)], ["ops", *(len(f.ops) for f in rows)],
-            ["reads", *(len(f.inputs) for f in rows)], ["gives", *(len(f.outputs) for f in rows)],
-            ["runs", *(program.num_microbatches if f.per_microbatch else 1 for f in rows)],
-            ["ms each", *(f"{prices[f.name].seconds * 1e3:.4g}" for f in rows)],
-        ])]
+        lines += [
+            "",
+            table(
+                [
+                    ["fragment", *(f.name for f in rows)],
+                    ["ops", *(len(f.ops) for f in rows)],
+                    ["reads", *(len(f.inputs) for f in rows)],
+                    ["gives", *(len(f.outputs) for f in rows)],
+                    ["runs", *(program.num_microbatches if f.per_microbatch else 1 for f in rows)],
+                    ["ms each", *(f"{prices[f.name].seconds * 1e3:.4g}" for f in rows)],
+                ]
+            ),
+        ]
         inputs = bundle.graph.inputs
         feeds = [f for f in program.feeds if f.stage == number]
-        feeds.sort(key=lambda f: -bundle.graph.avals[inputs[f.argument].ref].nbytes if bundle.graph else 0)
+        feeds.sort(
+            key=lambda f: -bundle.graph.avals[inputs[f.argument].ref].nbytes if bundle.graph else 0
+        )
         shown = feeds if everything else feeds[:MOST_ROWS]
         answer["leaves"] = [
-            {"path": inputs[f.argument].path, "type": str(bundle.graph.avals[inputs[f.argument].ref]), "spec": f.spec}
+            {
+                "path": inputs[f.argument].path,
+                "type": str(bundle.graph.avals[inputs[f.argument].ref]),
+                "spec": f.spec,
+            }
             for f in feeds
         ]
-        lines += ["", table([
-            ["leaf", *(inputs[f.argument].path for f in shown)],
-            ["type", *(str(bundle.graph.avals[inputs[f.argument].ref]) for f in shown)],
-            ["split", *(_spec_words(f.spec) for f in shown)],
-        ])]
+        lines += [
+            "",
+            table(
+                [
+                    ["leaf", *(inputs[f.argument].path for f in shown)],
+                    ["type", *(str(bundle.graph.avals[inputs[f.argument].ref]) for f in shown)],
+                    ["split", *(_spec_words(f.spec) for f in shown)],
+                ]
+            ),
+        ]
         if len(shown) < len(feeds):
             lines.append(f"and {len(feeds) - len(shown)} more; --all lists them")
     return answer, "\n".join(lines), EXIT_GOOD
 
 
-def _reshards(bundle: Bundle, fail_over: str | None, everything: bool) -> tuple[dict[str, Any], str, int]:
+def _reshards(
+    bundle: Bundle, fail_over: str | None, everything: bool
+) -> tuple[dict[str, Any], str, int]:
     from hetjax.emit.dot import human_bytes
     from hetjax.explaining.movements import movements, parse_size
     from hetjax.explaining.stages import table
@@ -207,24 +283,36 @@ def _reshards(bundle: Bundle, fail_over: str | None, everything: bool) -> tuple[
     limit = parse_size(fail_over) if fail_over is not None else None
     over = [m for m in found if limit is not None and m.step_bytes > limit]
     shown = found if everything else found[:MOST_ROWS]
-    lines = [table([
-        ["per step", *(human_bytes(m.step_bytes) for m in shown)],
-        ["times", *(m.times for m in shown)],
-        ["ms each", *(f"{m.seconds * 1e3:.4g}" for m in shown)],
-        ["how", *(m.kind for m in shown)],
-        ["where", *(m.where for m in shown)],
-        ["link", *(m.link for m in shown)],
-        ["value", *(m.what for m in shown)],
-        ["source", *(m.source for m in shown)],
-    ])] if found else ["nothing moves"]
+    lines = (
+        [
+            table(
+                [
+                    ["per step", *(human_bytes(m.step_bytes) for m in shown)],
+                    ["times", *(m.times for m in shown)],
+                    ["ms each", *(f"{m.seconds * 1e3:.4g}" for m in shown)],
+                    ["how", *(m.kind for m in shown)],
+                    ["where", *(m.where for m in shown)],
+                    ["link", *(m.link for m in shown)],
+                    ["value", *(m.what for m in shown)],
+                    ["source", *(m.source for m in shown)],
+                ]
+            )
+        ]
+        if found
+        else ["nothing moves"]
+    )
     if len(shown) < len(found):
         lines.append(f"and {len(found) - len(shown)} more; --all lists them")
     total = sum(m.step_bytes for m in found if m.kind != "all-reduce")
     lines.append(f"between stages: {human_bytes(total)} per step")
-    lines += [f"over {fail_over}: {m.what} ({human_bytes(m.step_bytes)} per step, {m.where})" for m in over]
+    lines += [
+        f"over {fail_over}: {m.what} ({human_bytes(m.step_bytes)} per step, {m.where})"
+        for m in over
+    ]
     answer = {
         "reshards": [{**dataclasses.asdict(m), "step_bytes": m.step_bytes} for m in found],
-        "bytes_between_stages": total, "over": [m.what for m in over],
+        "bytes_between_stages": total,
+        "over": [m.what for m in over],
     }
     return answer, "\n".join(lines), EXIT_NEGATIVE if over else EXIT_GOOD
 
@@ -240,19 +328,31 @@ def _memory(bundle: Bundle, everything: bool) -> tuple[dict[str, Any], str, int]
         shown = p.holders if everything else p.holders[:MOST_HOLDERS]
         lines += [
             f"{p.stage}: {human_bytes(p.memory.peak_bytes)} of {human_bytes(p.capacity)} on each device, in {p.moment}",
-            table([
-                ["  bytes", *(f"  {human_bytes(h.nbytes)}" for h in shown)],
-                ["kind", *(f"{h.kind}{f' x {h.copies}' if h.copies > 1 else ''}" for h in shown)],
-                ["what", *(h.what for h in shown)], ["source", *(h.source for h in shown)],
-            ]),
+            table(
+                [
+                    ["  bytes", *(f"  {human_bytes(h.nbytes)}" for h in shown)],
+                    [
+                        "kind",
+                        *(f"{h.kind}{f' x {h.copies}' if h.copies > 1 else ''}" for h in shown),
+                    ],
+                    ["what", *(h.what for h in shown)],
+                    ["source", *(h.source for h in shown)],
+                ]
+            ),
         ]
         if len(shown) < len(p.holders):
             rest = sum(h.nbytes for h in p.holders[len(shown) :])
-            lines.append(f"  and {len(p.holders) - len(shown)} more, {human_bytes(rest)}; --all lists them")
+            lines.append(
+                f"  and {len(p.holders) - len(shown)} more, {human_bytes(rest)}; --all lists them"
+            )
         lines.append("")
     answer = {
         "stages": [
-            {**dataclasses.asdict(p), "peak_bytes": p.memory.peak_bytes, "holders": [dataclasses.asdict(h) for h in p.holders]}
+            {
+                **dataclasses.asdict(p),
+                "peak_bytes": p.memory.peak_bytes,
+                "holders": [dataclasses.asdict(h) for h in p.holders],
+            }
             for p in peaks
         ]
     }
@@ -276,7 +376,9 @@ def _value_text(facts: ValueFacts, bundle: Bundle) -> str:
         lines.append("made in " + ", ".join(filter(None, made)))
     for p in facts.places:
         where = f"{p.stage}{f', {p.fragment}' if p.fragment else ''}"
-        lines.append(f"{where} ({p.how}): {_spec_words(p.spec)}, {human_bytes(p.device_bytes)} on each device")
+        lines.append(
+            f"{where} ({p.how}): {_spec_words(p.spec)}, {human_bytes(p.device_bytes)} on each device"
+        )
         lines.append(f"  chosen by {p.chosen_by}")
         if p.propagation is not None:
             for axis, edges in p.propagation.paths.items():

@@ -53,7 +53,11 @@ def run_graph(graph: Graph, inputs: list[Any]) -> list[Any]:
 
     graph = rebuild_equations(graph)
     closed = export_jaxpr(
-        graph.name, graph.ops, [a.ref for a in graph.inputs], [r.atom for r in graph.outputs], graph.avals
+        graph.name,
+        graph.ops,
+        [a.ref for a in graph.inputs],
+        [r.atom for r in graph.outputs],
+        graph.avals,
     )
     out = jax.jit(_jax.jaxpr_function(closed))(*inputs)
     keys = [is_key(graph.aval(r.atom).dtype) for r in graph.outputs]

@@ -70,32 +70,95 @@ class _Command(click.Command):
 
 @click.command(cls=_Command, context_settings={"max_content_width": 110})
 @click.argument("program", required=False, metavar="[PROGRAM]")
-@click.option("-p", "--pipeline", default="", metavar="PASSES", shell_complete=complete_pipeline,
-              help="Passes in order: 'label-regions,cut-stages{stages=4}'; 'default' is the decorator's.")
+@click.option(
+    "-p",
+    "--pipeline",
+    default="",
+    metavar="PASSES",
+    shell_complete=complete_pipeline,
+    help="Passes in order: 'label-regions,cut-stages{stages=4}'; 'default' is the decorator's.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Where the result goes; stdout when left out.")
 @click.option("--cluster", metavar="FILE", help="The cluster, in place of the file's own.")
-@click.option("--emit", default="hj", type=click.Choice(list(EMITTERS)), show_default=True, help="Form of the result.")
+@click.option(
+    "--emit",
+    default="hj",
+    type=click.Choice(list(EMITTERS)),
+    show_default=True,
+    help="Form of the result.",
+)
 @click.option("--list", "list_passes", is_flag=True, help="List the passes and stop.")
-@click.option("--help-pass", metavar="PASS", shell_complete=complete_pass, help="Explain one pass and its options.")
-@click.option("--print", "show", metavar="WHICH", multiple=True, shell_complete=complete_pass,
-              help="Print the IR after passes: none, changed, all, or a pass's name (may be repeated).")
+@click.option(
+    "--help-pass",
+    metavar="PASS",
+    shell_complete=complete_pass,
+    help="Explain one pass and its options.",
+)
+@click.option(
+    "--print",
+    "show",
+    metavar="WHICH",
+    multiple=True,
+    shell_complete=complete_pass,
+    help="Print the IR after passes: none, changed, all, or a pass's name (may be repeated).",
+)
 @click.option("--before", is_flag=True, help="With --print: also print what the passes got.")
-@click.option("--diff", metavar="[side]", type=click.Choice(["unified", "side"]),
-              help="Show what each pass changed, op by op.")
-@click.option("--dump", metavar="DIR", help="Write numbered files, each with its one-pass command, and trace.jsonl.")
-@click.option("--verify", type=click.Choice(["each", "end", "off"]), default="each", show_default=True, help="When to verify.")
-@click.option("--timing", metavar="[tree|json]", type=click.Choice(["tree", "json"]),
-              help="Time each pass and its phases.")
+@click.option(
+    "--diff",
+    metavar="[side]",
+    type=click.Choice(["unified", "side"]),
+    help="Show what each pass changed, op by op.",
+)
+@click.option(
+    "--dump",
+    metavar="DIR",
+    help="Write numbered files, each with its one-pass command, and trace.jsonl.",
+)
+@click.option(
+    "--verify",
+    type=click.Choice(["each", "end", "off"]),
+    default="each",
+    show_default=True,
+    help="When to verify.",
+)
+@click.option(
+    "--timing",
+    metavar="[tree|json]",
+    type=click.Choice(["tree", "json"]),
+    help="Time each pass and its phases.",
+)
 @click.option("--stats", is_flag=True, help="Count what each pass did.")
 @click.option("--stop-after", metavar="PASS", help="Run up to and with the first PASS.")
 @click.option("--start-at", metavar="PASS", help="Skip what comes before the first PASS.")
 @click.option("--limit", type=click.IntRange(0), metavar="N", help="Run the first N passes only.")
-@click.option("--rewrites", type=click.IntRange(0), metavar="N", help="Let the last pass make its first N rewrites only.")
-@click.option("--split-input-file", "split", is_flag=True, help=f"Treat what stands between '{SPLIT}' lines as files of their own.")
-@click.option("--verify-diagnostics", is_flag=True, help="Expect the errors that '// expected-error {{…}}' lines announce.")
-@click.option("--repro", metavar="FILE", help="Where a failing pass leaves its reproducer; a new file when left out.")
-@click.option("--run-repro", metavar="FILE", help="Run the pipeline a reproducer holds, on its input.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; the result needs -o.")
+@click.option(
+    "--rewrites",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Let the last pass make its first N rewrites only.",
+)
+@click.option(
+    "--split-input-file",
+    "split",
+    is_flag=True,
+    help=f"Treat what stands between '{SPLIT}' lines as files of their own.",
+)
+@click.option(
+    "--verify-diagnostics",
+    is_flag=True,
+    help="Expect the errors that '// expected-error {{…}}' lines announce.",
+)
+@click.option(
+    "--repro",
+    metavar="FILE",
+    help="Where a failing pass leaves its reproducer; a new file when left out.",
+)
+@click.option(
+    "--run-repro", metavar="FILE", help="Run the pipeline a reproducer holds, on its input."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout; the result needs -o."
+)
 def opt(list_passes: bool, help_pass: str | None, program: str | None, **options: Any) -> int:
     """Run passes on PROGRAM: step.hj, - for stdin (the default), or FILE.py:build.
 
@@ -146,11 +209,19 @@ class _Run:
             codes.append(self.piece(text, line, number))
         code = max(codes, default=EXIT_GOOD, key=lambda c: (c == EXIT_FAULT, c))
         if self.results and not (code and len(self.results) == 0):
-            write_text(f"{SPLIT}\n".join(r if r.endswith("\n") else r + "\n" for r in self.results), self._output())
+            write_text(
+                f"{SPLIT}\n".join(r if r.endswith("\n") else r + "\n" for r in self.results),
+                self._output(),
+            )
         if self.request.as_json:
-            report = self.reports[0] if len(self.reports) == 1 else {
-                "ok": all(r["ok"] for r in self.reports), "pieces": self.reports,
-            }
+            report = (
+                self.reports[0]
+                if len(self.reports) == 1
+                else {
+                    "ok": all(r["ok"] for r in self.reports),
+                    "pieces": self.reports,
+                }
+            )
             click.echo(json.dumps(report, default=str))
         return code
 
@@ -224,7 +295,9 @@ class _Run:
         if self.request.run_repro is not None and not pipeline:
             found = reproducer_pipeline(text or "")
             if found is None:
-                raise click.UsageError(f"{self.request.run_repro} is no reproducer; give the passes with -p")
+                raise click.UsageError(
+                    f"{self.request.run_repro} is no reproducer; give the passes with -p"
+                )
             pipeline = found
         return cut_pipeline(parse_pipeline(pipeline), self.request)
 
@@ -233,7 +306,9 @@ class _Run:
 
         return Time()
 
-    def pipeline(self, bundle: Bundle, text: str | None, watch: Time, repro: list[Path], number: int) -> Bundle:
+    def pipeline(
+        self, bundle: Bundle, text: str | None, watch: Time, repro: list[Path], number: int
+    ) -> Bundle:
         from hetjax.passes.manager import run_pipeline
         from hetjax.passes.rewrites import limit_rewrites
 
@@ -255,7 +330,13 @@ class _Run:
             out.append(VerifyEach(r.verify))
         which = set(r.show) - {"none"}
         if which:
-            out.append(Print(next((w for w in ("all", "changed") if w in which), frozenset(which)), _note, before=r.before))
+            out.append(
+                Print(
+                    next((w for w in ("all", "changed") if w in which), frozenset(which)),
+                    _note,
+                    before=r.before,
+                )
+            )
         if r.diff:
             width = shutil.get_terminal_size((160, 40)).columns
             out.append(Diff(_note, side=r.diff == "side", colour=use_colour(), width=width))
@@ -300,10 +381,14 @@ def cut_pipeline(passes: tuple[Pass, ...], request: Request) -> tuple[Pass, ...]
         if name is not None and name not in names:
             from hetjax.ir.suggest import nearest
 
-            raise click.UsageError(f"{option}: '{name}' is not in the pipeline{nearest(name, names)}")
+            raise click.UsageError(
+                f"{option}: '{name}' is not in the pipeline{nearest(name, names)}"
+            )
     start = names.index(request.start_at) if request.start_at else 0
     if request.stop_after and request.stop_after not in names[start:]:
-        raise click.UsageError(f"--stop-after: '{request.stop_after}' comes before --start-at '{request.start_at}'")
+        raise click.UsageError(
+            f"--stop-after: '{request.stop_after}' comes before --start-at '{request.start_at}'"
+        )
     stop = names.index(request.stop_after, start) + 1 if request.stop_after else len(passes)
     passes = passes[start:stop]
     return passes if request.limit is None else passes[: request.limit]
@@ -319,7 +404,9 @@ def _code_of(error: BaseException) -> int:
         return EXIT_REFUSED
     if isinstance(error, VerifyError):
         in_input = any("in the input" in note for note in getattr(error, "__notes__", ()))
-        in_pass = any(note.startswith("found after pass") for note in getattr(error, "__notes__", ()))
+        in_pass = any(
+            note.startswith("found after pass") for note in getattr(error, "__notes__", ())
+        )
         return EXIT_FAULT if in_pass and not in_input else EXIT_NEGATIVE
     return EXIT_NEGATIVE if isinstance(error, (HetjaxError, click.ClickException)) else EXIT_FAULT
 
@@ -332,7 +419,10 @@ def _tell(error: BaseException) -> list[str]:
         lines = [str(error)]
     else:
         traceback.print_exception(error, file=sys.stderr)
-        lines = [f"{type(error).__name__}: {error}", "This is a fault of hetjax or of the pass, not of your input."]
+        lines = [
+            f"{type(error).__name__}: {error}",
+            "This is a fault of hetjax or of the pass, not of your input.",
+        ]
     lines += getattr(error, "__notes__", [])
     if isinstance(error, MicrobatchError):
         lines[0] = f"refused: {lines[0]}"

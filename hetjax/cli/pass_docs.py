@@ -1,6 +1,6 @@
 """What is written about passes, from the passes themselves: `--list`, `--help-pass`, docs/passes.md.
 
-    python -m hetjax.cli.pass_docs > docs/passes.md
+python -m hetjax.cli.pass_docs > docs/passes.md
 """
 
 from __future__ import annotations
@@ -42,13 +42,20 @@ def pass_facts(name: str) -> dict[str, Any]:
     options = []
     for field in option_fields(cls):
         default = default_of(field)
-        options.append({
-            "name": field.name, "type": option_type_text(cls, field),
-            "default": None if default is dataclasses.MISSING else default,
-            "required": default is dataclasses.MISSING, "help": help_of.get(field.name, ""),
-        })
+        options.append(
+            {
+                "name": field.name,
+                "type": option_type_text(cls, field),
+                "default": None if default is dataclasses.MISSING else default,
+                "required": default is dataclasses.MISSING,
+                "help": help_of.get(field.name, ""),
+            }
+        )
     return {
-        "name": name, "summary": cls.summary, "text": text, "options": options,
+        "name": name,
+        "summary": cls.summary,
+        "text": text,
+        "options": options,
         "requires": list(getattr(cls, "requires", ())),
     }
 
@@ -90,16 +97,29 @@ def _default_text(value: Any) -> str:
 def page() -> str:
     """Returns docs/passes.md: every pass of ours, from its class."""
     lines = [
-        "# Passes", "",
+        "# Passes",
+        "",
         "Made from the passes by `python -m hetjax.cli.pass_docs`; a test checks that it is current.",
-        "How a pipeline string is written: [debugging.md](debugging.md).", "",
-        f"`default` stands for `{ALIASES['default']}`.", "",
+        "How a pipeline string is written: [debugging.md](debugging.md).",
+        "",
+        f"`default` stands for `{ALIASES['default']}`.",
+        "",
     ]
     for name in PASSES:
         facts = pass_facts(name)
-        lines += [f"## {name}", "", facts["summary"][0].upper() + facts["summary"][1:] + ".", "", facts["text"], ""]
+        lines += [
+            f"## {name}",
+            "",
+            facts["summary"][0].upper() + facts["summary"][1:] + ".",
+            "",
+            facts["text"],
+            "",
+        ]
         if facts["requires"]:
-            lines += ["Requires " + ", ".join(f"`{f}` ({FACTS[f][1]})" for f in facts["requires"]) + ".", ""]
+            lines += [
+                "Requires " + ", ".join(f"`{f}` ({FACTS[f][1]})" for f in facts["requires"]) + ".",
+                "",
+            ]
         if facts["options"]:
             lines += ["| option | type | default | |", "|---|---|---|---|"]
             for o in facts["options"]:

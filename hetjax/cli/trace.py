@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", metavar="FILE", help="Where to write; stdout when left out.")
 @click.option("--cluster", metavar="FILE", help="Put this cluster into the file too.")
 @click.option(
-    "--microbatches", type=click.IntRange(1), metavar="M",
+    "--microbatches",
+    type=click.IntRange(1),
+    metavar="M",
     help="Trace at a batch M times smaller too, and put the proof that M of them equal the whole into the "
     "file. It can only be made here: a file holds the step at one batch size.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the text needs -o.")
-def trace(target: str, output: str | None, cluster: str | None, microbatches: int | None, as_json: bool) -> int:
+def trace(
+    target: str, output: str | None, cluster: str | None, microbatches: int | None, as_json: bool
+) -> int:
     """Trace the step of FILE.py:build, on the types of its state and first batch.
 
     build() returns (step, state, batches, meta), as for `hetjax check`. The file holds the step as traced,
@@ -37,10 +41,19 @@ def trace(target: str, output: str | None, cluster: str | None, microbatches: in
     write_text(print_bundle(bundle), output)
     graph = bundle.graph
     if as_json and graph is not None:
-        click.echo(json.dumps({
-            "ok": True, "file": output, "name": graph.name, "ops": len(graph.ops), "inputs": len(graph.inputs),
-            "outputs": len(graph.outputs), "microbatches": microbatches or 1,
-        }))
+        click.echo(
+            json.dumps(
+                {
+                    "ok": True,
+                    "file": output,
+                    "name": graph.name,
+                    "ops": len(graph.ops),
+                    "inputs": len(graph.inputs),
+                    "outputs": len(graph.outputs),
+                    "microbatches": microbatches or 1,
+                }
+            )
+        )
     return 0
 
 

@@ -18,7 +18,9 @@ def timeline_of(bundle: Bundle) -> Timeline:
       PlanError: the plan predicts no times.
     """
     if bundle.plan is None or bundle.cluster is None:
-        raise LoweringError("a timeline needs a plan and its cluster; run -p default with --cluster FILE")
+        raise LoweringError(
+            "a timeline needs a plan and its cluster; run -p default with --cluster FILE"
+        )
     timeline, _, _ = simulate_plan(bundle.plan, bundle.cluster, bundle.program)
     return timeline
 

@@ -11,7 +11,13 @@ from hetjax.ir.graph import Graph, definitions
 from hetjax.ir.program import Program, Reshard
 from hetjax.ir.program_rules import given_form
 
-_FILL = {"prologue": "#e0e0e0", "forward": "#cfe0f3", "backward": "#d6ebcc", "update": "#f3d6cc", "": "#ffffff"}
+_FILL = {
+    "prologue": "#e0e0e0",
+    "forward": "#cfe0f3",
+    "backward": "#d6ebcc",
+    "update": "#f3d6cc",
+    "": "#ffffff",
+}
 
 
 def emit_dot(bundle: Bundle) -> str:
@@ -48,10 +54,15 @@ def graph_dot(graph: Graph) -> str:
             if r in made and place(made[r]) != place(i):
                 passed[place(made[r]), place(i)].add(r)
     name = {p: f"n{k}" for k, p in enumerate(ops)}
-    lines = [f"digraph {json.dumps(graph.name)} {{", '  node [shape=box, style=filled, fontname="sans-serif"];']
+    lines = [
+        f"digraph {json.dumps(graph.name)} {{",
+        '  node [shape=box, style=filled, fontname="sans-serif"];',
+    ]
     for (region, block), n in ops.items():
         label = f"{block or '(no module)'}\n{region or 'not labelled'}, {n} ops"
-        lines.append(f"  {name[region, block]} [label={json.dumps(label)}, fillcolor={json.dumps(_FILL.get(region, '#ffffff'))}];")
+        lines.append(
+            f"  {name[region, block]} [label={json.dumps(label)}, fillcolor={json.dumps(_FILL.get(region, '#ffffff'))}];"
+        )
     for (a, b), refs in passed.items():
         nbytes = sum(graph.avals[r].nbytes for r in refs)
         lines.append(f"  {name[a]} -> {name[b]} [label={json.dumps(human_bytes(nbytes))}];")
@@ -62,16 +73,22 @@ def program_dot(program: Program) -> str:
     """Returns one cluster per mesh, one node per fragment, one edge per pair of fragments and way."""
     name = {f.name: f"n{k}" for k, f in enumerate(program.fragments)}
     lines = [
-        f"digraph {json.dumps(program.name)} {{", "  rankdir=LR;",
+        f"digraph {json.dumps(program.name)} {{",
+        "  rankdir=LR;",
         '  node [shape=box, style=filled, fontname="sans-serif"];',
     ]
     for s, mesh in enumerate(program.meshes):
         axes = " x ".join(f"{a} {n}" for a, n in mesh.axes)
-        lines += [f"  subgraph cluster_{s} {{", f"    label={json.dumps(f'{mesh.name}: {mesh.kind} at {mesh.site} ({axes})')};"]
+        lines += [
+            f"  subgraph cluster_{s} {{",
+            f"    label={json.dumps(f'{mesh.name}: {mesh.kind} at {mesh.site} ({axes})')};",
+        ]
         for f in program.fragments:
             if f.stage == s:
                 label = f"{f.name}\n{len(f.ops)} ops"
-                lines.append(f"    {name[f.name]} [label={json.dumps(label)}, fillcolor={json.dumps(_FILL.get(f.phase, '#ffffff'))}];")
+                lines.append(
+                    f"    {name[f.name]} [label={json.dumps(label)}, fillcolor={json.dumps(_FILL.get(f.phase, '#ffffff'))}];"
+                )
         lines.append("  }")
     for (a, b, between), nbytes in sorted(_passed(program).items()):
         style = ", style=bold, color=red" if between else ""
@@ -92,10 +109,14 @@ def _passed(program: Program) -> dict[tuple[str, str, bool], int]:
     for reader in program.fragments:
         for port in reader.inputs:
             for maker in program.fragments:
-                given = any(p.ref == port.ref and p.form == given_form(port.form) for p in maker.outputs)
+                given = any(
+                    p.ref == port.ref and p.form == given_form(port.form) for p in maker.outputs
+                )
                 carried = any(r.source == maker.stage for r in reshards[reader.stage, port.ref])
                 between = maker.stage != reader.stage
-                if not given or (between and (not carried or (reader.stage, port.ref, port.form) in arrived)):
+                if not given or (
+                    between and (not carried or (reader.stage, port.ref, port.form) in arrived)
+                ):
                     continue
                 if between:
                     arrived.add((reader.stage, port.ref, port.form))

@@ -28,13 +28,22 @@ def emit_html(bundle: Bundle) -> str:
     """
     name = bundle.program.name if bundle.program else bundle.graph.name if bundle.graph else ""
     if not name and bundle.plan is None:
-        raise LoweringError("there is nothing to show: the bundle has neither graph nor program nor plan")
+        raise LoweringError(
+            "there is nothing to show: the bundle has neither graph nor program nor plan"
+        )
     parts = [
-        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
-        f"<title>{escape(name)}</title><style>{_STYLE}</style></head><body>", f"<h1>{escape(name)}</h1>",
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f"<title>{escape(name)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(name)}</h1>",
     ]
     if bundle.program is not None:
-        parts += ["<h2>Stages</h2>", _stages(bundle.program), "<h2>Timeline</h2>", _timeline(bundle)]
+        parts += [
+            "<h2>Stages</h2>",
+            _stages(bundle.program),
+            "<h2>Timeline</h2>",
+            _timeline(bundle),
+        ]
         parts += ["<h2>Between stages</h2>", _reshards(bundle.program)]
     if bundle.notes:
         rows = [[escape(t), escape(s)] for t, s in bundle.notes]
@@ -47,7 +56,9 @@ def emit_html(bundle: Bundle) -> str:
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = ["<table>", "<tr>" + "".join(f"<th>{h}</th>" for h in head) + "</tr>"]
     for row in rows:
-        cells = "".join(f'<td class="n">{c}</td>' if c[:1].isdigit() else f"<td>{c}</td>" for c in row)
+        cells = "".join(
+            f'<td class="n">{c}</td>' if c[:1].isdigit() else f"<td>{c}</td>" for c in row
+        )
         lines.append(f"<tr>{cells}</tr>")
     return "\n".join([*lines, "</table>"])
 
@@ -56,14 +67,24 @@ def _stages(program: Program) -> str:
     rows = []
     for s, mesh in enumerate(program.meshes):
         mine = [f for f in program.fragments if f.stage == s]
-        blocks = list(dict.fromkeys(op.block for f in mine for op in f.ops if op.block and op.region == "forward"))
+        blocks = list(
+            dict.fromkeys(
+                op.block for f in mine for op in f.ops if op.block and op.region == "forward"
+            )
+        )
         span = " … ".join(dict.fromkeys((blocks[0], blocks[-1]))) if blocks else ""
         axes = " x ".join(f"{a} {n}" for a, n in mesh.axes)
         flops = sum(op.cost.flops for f in mine for op in f.ops if op.cost)
-        rows.append([
-            escape(mesh.name), escape(f"{len(mesh.devices)} x {mesh.kind} at {mesh.site}"), escape(axes), escape(span),
-            str(sum(len(f.ops) for f in mine)), f"{flops:.3g}",
-        ])
+        rows.append(
+            [
+                escape(mesh.name),
+                escape(f"{len(mesh.devices)} x {mesh.kind} at {mesh.site}"),
+                escape(axes),
+                escape(span),
+                str(sum(len(f.ops) for f in mine)),
+                f"{flops:.3g}",
+            ]
+        )
     return _table(["stage", "devices", "mesh", "modules", "ops", "FLOPs"], rows)
 
 
@@ -74,17 +95,26 @@ def _timeline(bundle: Bundle) -> str:
         timeline = timeline_of(bundle)
     except HetjaxError as error:
         return f"<p>No timeline: {escape(str(error))}</p>"
-    return svg_chart(timeline, [m.name for m in bundle.program.meshes], bundle.program.name) if bundle.program else ""
+    return (
+        svg_chart(timeline, [m.name for m in bundle.program.meshes], bundle.program.name)
+        if bundle.program
+        else ""
+    )
 
 
 def _reshards(program: Program) -> str:
     rows = []
     for r in sorted(program.reshards, key=lambda r: -r.nbytes):
         times = program.num_microbatches if r.form == "micro" else 1
-        rows.append([
-            escape(r.name), escape(str(program.avals[r.ref])), f"s{r.source} &rarr; s{r.target}", human_bytes(r.nbytes),
-            f"{times} per step",
-        ])
+        rows.append(
+            [
+                escape(r.name),
+                escape(str(program.avals[r.ref])),
+                f"s{r.source} &rarr; s{r.target}",
+                human_bytes(r.nbytes),
+                f"{times} per step",
+            ]
+        )
     return _table(["reshard", "value", "way", "size", "times"], rows) if rows else "<p>Nothing.</p>"
 
 

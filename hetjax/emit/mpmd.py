@@ -60,7 +60,12 @@ class _Writer:
 
     def module(self) -> str:
         for f in self.program.fragments:
-            self.lower(f.name, self.functions[f.name].call, [a for _, a, _ in self.functions[f.name].inputs], f.stage)
+            self.lower(
+                f.name,
+                self.functions[f.name].call,
+                [a for _, a, _ in self.functions[f.name].inputs],
+                f.stage,
+            )
         self.feed()
         started: set[str] = set()
         for task in merge_tasks(self.program):
@@ -73,22 +78,27 @@ class _Writer:
                 self.call(task)
         results = [
             self.values[r.stage, r.port.ref, "step"]
-            for r in self.program.returns if r.stage is not None and r.port is not None
+            for r in self.program.returns
+            if r.stage is not None and r.port is not None
         ]
-        topology = ", ".join(f"<{json.dumps(m.name)}: {_mesh_text(m)}>" for m in self.program.meshes)
+        topology = ", ".join(
+            f"<{json.dumps(m.name)}: {_mesh_text(m)}>" for m in self.program.meshes
+        )
         arguments = ", ".join(f"{name}: {kind}" for name, kind in self.arguments)
         kinds = ", ".join(kind for _, kind in results)
         ending = f"return {', '.join(n for n, _ in results)} : {kinds}" if results else "return"
-        return "\n".join([
-            "module {",
-            f"func.func public {symbol(self.program.name)}({arguments}) -> ({kinds})",
-            f"    attributes {{topology = #mpmd.topology<{topology}>}} {{",
-            *(f"  {line}" for line in self.lines),
-            f"  {ending}",
-            "}",
-            *self.bodies,
-            "}",
-        ])
+        return "\n".join(
+            [
+                "module {",
+                f"func.func public {symbol(self.program.name)}({arguments}) -> ({kinds})",
+                f"    attributes {{topology = #mpmd.topology<{topology}>}} {{",
+                *(f"  {line}" for line in self.lines),
+                f"  {ending}",
+                "}",
+                *self.bodies,
+                "}",
+            ]
+        )
 
     def lower(self, name: str, call: Any, avals: list[Any], stage: int) -> None:
         """Adds a function; its entry is called like the fragment."""
@@ -117,7 +127,9 @@ class _Writer:
         """Makes the arguments: one per feed, or per feed and microbatch."""
         wanted: dict[_Key, str] = {}
         for f in self.program.fragments:
-            for ((ref, form), _, _), tensor in zip(self.functions[f.name].inputs, self.signatures[f.name][0]):
+            for ((ref, form), _, _), tensor in zip(
+                self.functions[f.name].inputs, self.signatures[f.name][0]
+            ):
                 wanted.setdefault((f.stage, ref, form), tensor)
         for k, feed in enumerate(self.program.feeds):
             micro = feed.form == "micro"
@@ -125,7 +137,9 @@ class _Writer:
             if tensor is None:
                 continue
             kind = self.mesh_type(feed.stage, tensor, feed.spec)
-            forms: list[str | int] = list(range(self.program.num_microbatches)) if micro else ["step"]
+            forms: list[str | int] = (
+                list(range(self.program.num_microbatches)) if micro else ["step"]
+            )
             for form in forms:
                 name = f"%arg{k}" if form == "step" else f"%arg{k}_{form}"
                 self.arguments.append((name, kind))
@@ -146,9 +160,13 @@ class _Writer:
     def call(self, task: Task) -> None:
         function = self.functions[task.work]
         inputs = [slot for slot, _, _ in function.inputs]
-        self.emit_call(task.work, task, inputs, [(slot, spec) for slot, _, spec in function.outputs])
+        self.emit_call(
+            task.work, task, inputs, [(slot, spec) for slot, _, spec in function.outputs]
+        )
 
-    def emit_call(self, name: str, task: Task, inputs: list[Slot], outputs: list[tuple[Slot, Spec]]) -> None:
+    def emit_call(
+        self, name: str, task: Task, inputs: list[Slot], outputs: list[tuple[Slot, Spec]]
+    ) -> None:
         key = lambda slot: (task.stage, slot[0], task.microbatch if slot[1] == "each" else slot[1])  # noqa: E731
         operands = [self.values[key(slot)] for slot in inputs]
         kinds = [

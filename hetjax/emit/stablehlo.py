@@ -22,7 +22,11 @@ def emit_stablehlo(bundle: Bundle) -> str:
         raise LoweringError("there is no graph to write as StableHLO; trace a step first")
     graph = rebuild_equations(bundle.graph)
     closed = export_jaxpr(
-        graph.name, graph.ops, [a.ref for a in graph.inputs], [r.atom for r in graph.outputs], graph.avals
+        graph.name,
+        graph.ops,
+        [a.ref for a in graph.inputs],
+        [r.atom for r in graph.outputs],
+        graph.avals,
     )
     function = _jax.jaxpr_function(closed)
     function.__name__ = graph.name

@@ -59,7 +59,9 @@ def stage_peaks(bundle: Bundle) -> list[StagePeak]:
     """
     graph, program, cluster = bundle.graph, bundle.program, bundle.cluster
     if graph is None or program is None or cluster is None or not any(program.tasks):
-        raise PlanError("memory is known of a complete program only; give FILE.py:build or a lowered step.hj")
+        raise PlanError(
+            "memory is known of a complete program only; give FILE.py:build or a lowered step.hj"
+        )
     in_flight = peak_in_flight(program.tasks)
     out = []
     for s, mesh in enumerate(program.meshes):
@@ -67,10 +69,15 @@ def stage_peaks(bundle: Bundle) -> list[StagePeak]:
         running = memory.activations * memory.in_flight + memory.transfers + memory.temporaries
         updating = memory.update > running
         holders = _Holders(bundle, s, memory).at_peak(updating)
-        out.append(StagePeak(
-            mesh.name, "the update" if updating else "a forward or backward",
-            tuple(sorted(holders, key=lambda h: (-h.nbytes, h.what))), memory, cluster.kind(mesh.kind).memory_bytes,
-        ))
+        out.append(
+            StagePeak(
+                mesh.name,
+                "the update" if updating else "a forward or backward",
+                tuple(sorted(holders, key=lambda h: (-h.nbytes, h.what))),
+                memory,
+                cluster.kind(mesh.kind).memory_bytes,
+            )
+        )
     return out
 
 
@@ -98,18 +105,29 @@ class _Holders:
         for feed in self.program.feeds:
             argument = self.graph.inputs[feed.argument]
             if feed.stage == self.stage and argument.role != "batch":
-                nbytes = math.ceil(self.graph.avals[argument.ref].nbytes / math.prod(self.mesh.parts(feed.spec)))
-                out.append(Holder(argument.path, "optimizer" if "opt_state" in argument.path else "parameters", nbytes))
+                nbytes = math.ceil(
+                    self.graph.avals[argument.ref].nbytes / math.prod(self.mesh.parts(feed.spec))
+                )
+                out.append(
+                    Holder(
+                        argument.path,
+                        "optimizer" if "opt_state" in argument.path else "parameters",
+                        nbytes,
+                    )
+                )
         return out
 
     def gradients(self) -> list[Holder]:
         sums = {p.ref: (f, p) for f in self.mine for p in f.outputs if p.form == "sum"}
         return [
-            self.value(r, "gradients", port_bytes(self.program, f, p, given=True)) for r, (f, p) in sums.items()
+            self.value(r, "gradients", port_bytes(self.program, f, p, given=True))
+            for r, (f, p) in sums.items()
         ]
 
     def running(self) -> list[Holder]:
-        fed = {self.graph.inputs[f.argument].ref for f in self.program.feeds if f.stage == self.stage}
+        fed = {
+            self.graph.inputs[f.argument].ref for f in self.program.feeds if f.stage == self.stage
+        }
         made = {p.ref for f in self.mine for p in f.outputs}
         read_back = {p.ref for f in self.mine if f.phase == "backward" for p in f.inputs}
         held = {p.ref for f in self.mine if f.phase == "forward" for p in f.inputs} & read_back
@@ -134,23 +152,36 @@ class _Holders:
                 out.append(self.value(r, "transfers", nbytes))
         largest = max(
             (f for f in self.mine if f.per_microbatch),
-            key=lambda f: fragment_memory(self.program, f).temporary_bytes, default=None,
+            key=lambda f: fragment_memory(self.program, f).temporary_bytes,
+            default=None,
         )
         if largest is not None and self.memory.temporaries:
-            out.append(Holder(f"temporaries of {largest.name}", "temporaries", self.memory.temporaries))
+            out.append(
+                Holder(f"temporaries of {largest.name}", "temporaries", self.memory.temporaries)
+            )
         return out
 
     def update(self) -> list[Holder]:
         needs = {}
         for f in self.mine:
             if f.phase == "update":
-                reused = sum(port_bytes(self.program, f, f.inputs[i], given=False) for i in f.donated)
+                reused = sum(
+                    port_bytes(self.program, f, f.inputs[i], given=False) for i in f.donated
+                )
                 memory = fragment_memory(self.program, f)
-                needs[f.name] = (f, memory, reused, memory.output_bytes - reused + memory.temporary_bytes)
+                needs[f.name] = (
+                    f,
+                    memory,
+                    reused,
+                    memory.output_bytes - reused + memory.temporary_bytes,
+                )
         if not needs:
             return []
         f, memory, reused, _ = max(needs.values(), key=lambda x: x[3])
-        out = [self.value(p.ref, "new values", port_bytes(self.program, f, p, given=True)) for p in f.outputs]
+        out = [
+            self.value(p.ref, "new values", port_bytes(self.program, f, p, given=True))
+            for p in f.outputs
+        ]
         if reused:
             out.append(Holder(f"buffers {f.name} reuses", "new values", -reused))
         if memory.temporary_bytes:

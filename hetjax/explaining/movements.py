@@ -64,10 +64,13 @@ def movements(bundle: Bundle) -> list[Movement]:
     """
     graph, program, cluster = bundle.graph, bundle.program, bundle.cluster
     if graph is None or program is None or cluster is None:
-        raise PlanError("what moves is known of a complete program only; give FILE.py:build or a lowered step.hj")
+        raise PlanError(
+            "what moves is known of a complete program only; give FILE.py:build or a lowered step.hj"
+        )
     names = Names(graph)
     found = [
-        *_transfers(program, cluster, names), *_carried(bundle, program, cluster, names),
+        *_transfers(program, cluster, names),
+        *_carried(bundle, program, cluster, names),
         *(m for f in program.fragments for m in _reductions(program, f, cluster, names)),
     ]
     return sorted(found, key=lambda m: (-m.step_bytes, m.where, m.what))
@@ -85,22 +88,38 @@ def _transfers(program: Program, cluster: Cluster, names: Names) -> Iterator[Mov
         link = cluster.link(source.devices[-1], target.devices[0])
         price = prices[r.name]
         reader = next(
-            (f.name for f in program.fragments if f.stage == r.target and any(p.ref == r.ref for p in f.inputs)), ""
+            (
+                f.name
+                for f in program.fragments
+                if f.stage == r.target and any(p.ref == r.ref for p in f.inputs)
+            ),
+            "",
         )
         yield Movement(
-            names.of(r.ref), "transfer", f"{source.name} > {target.name}", link.name, r.nbytes,
-            program.num_microbatches if r.form == "micro" else 1, price.serialisation_s + price.latency_s, reader,
-            *_made(names, r.ref), r.source_spec, r.target_spec,
+            names.of(r.ref),
+            "transfer",
+            f"{source.name} > {target.name}",
+            link.name,
+            r.nbytes,
+            program.num_microbatches if r.form == "micro" else 1,
+            price.serialisation_s + price.latency_s,
+            reader,
+            *_made(names, r.ref),
+            r.source_spec,
+            r.target_spec,
         )
 
 
-def _carried(bundle: Bundle, program: Program, cluster: Cluster, names: Names) -> Iterator[Movement]:
+def _carried(
+    bundle: Bundle, program: Program, cluster: Cluster, names: Names
+) -> Iterator[Movement]:
     """State leaves that another stage than their home reads: they travel each step."""
     graph = bundle.graph
     if graph is None:
         return
     home = {
-        r.updates: ret.stage for r, ret in zip(program.results, program.returns)
+        r.updates: ret.stage
+        for r, ret in zip(program.results, program.returns)
         if r.updates is not None and ret.stage is not None
     }
     for feed in program.feeds:
@@ -112,12 +131,24 @@ def _carried(bundle: Bundle, program: Program, cluster: Cluster, names: Names) -
         link = cluster.link(source.devices[-1], target.devices[0])
         nbytes = graph.avals[argument.ref].nbytes
         yield Movement(
-            argument.path, "carried state", f"{source.name} > {target.name}", link.name, nbytes, 1,
-            link.transfer_s(nbytes), "", "", "", (), feed.spec,
+            argument.path,
+            "carried state",
+            f"{source.name} > {target.name}",
+            link.name,
+            nbytes,
+            1,
+            link.transfer_s(nbytes),
+            "",
+            "",
+            "",
+            (),
+            feed.spec,
         )
 
 
-def _reductions(program: Program, f: Fragment, cluster: Cluster, names: Names) -> Iterator[Movement]:
+def _reductions(
+    program: Program, f: Fragment, cluster: Cluster, names: Names
+) -> Iterator[Movement]:
     """All-reduces that XLA puts inside a fragment, read off the shardings at its border."""
     mesh = program.meshes[f.stage]
     avals = program.micro_avals if f.per_microbatch else program.avals
@@ -138,8 +169,11 @@ def _reductions(program: Program, f: Fragment, cluster: Cluster, names: Names) -
         contracting, _ = op.param("dimension_numbers")
         split = frozenset().union(*(axes.get(r, frozenset()) for r in op.refs))
         reduced = {
-            a for operand, dims in zip(op.inputs, contracting) if isinstance(operand, int) and operand in specs
-            for d in dims for a in specs[operand][d]
+            a
+            for operand, dims in zip(op.inputs, contracting)
+            if isinstance(operand, int) and operand in specs
+            for d in dims
+            for a in specs[operand][d]
         }
         nbytes = avals[op.outputs[0]].nbytes // parts_of(split - reduced, mesh)
         if "data" in reduced:
@@ -153,20 +187,45 @@ def _reductions(program: Program, f: Fragment, cluster: Cluster, names: Names) -
 
 
 def _reduction(
-    mesh: StageMesh, axis: str, nbytes: int, times: int, ref: Ref, f: Fragment, cluster: Cluster, names: Names
+    mesh: StageMesh,
+    axis: str,
+    nbytes: int,
+    times: int,
+    ref: Ref,
+    f: Fragment,
+    cluster: Cluster,
+    names: Names,
 ) -> Iterator[Movement]:
     if mesh.axis_size(axis) < 2 or not nbytes:
         return
     group, groups = axis_group(mesh, axis)
     steps = levels(cluster, group)
     yield Movement(
-        names.of(ref), "all-reduce", f"{mesh.name}, axis {axis}", steps[-1].link.name if steps else "", nbytes, times,
-        collective_price(cluster, "all-reduce", group, nbytes, beside=groups).seconds, f.name, *_made(names, ref),
+        names.of(ref),
+        "all-reduce",
+        f"{mesh.name}, axis {axis}",
+        steps[-1].link.name if steps else "",
+        nbytes,
+        times,
+        collective_price(cluster, "all-reduce", group, nbytes, beside=groups).seconds,
+        f.name,
+        *_made(names, ref),
     )
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|kB|KB|KiB|MB|MiB|GB|GiB|TB|TiB)?\s*")
-_UNITS = {"B": 1, "kB": 1e3, "KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "TB": 1e12, "TiB": 2**40}
+_UNITS = {
+    "B": 1,
+    "kB": 1e3,
+    "KB": 1e3,
+    "KiB": 2**10,
+    "MB": 1e6,
+    "MiB": 2**20,
+    "GB": 1e9,
+    "GiB": 2**30,
+    "TB": 1e12,
+    "TiB": 2**40,
+}
 
 
 def parse_size(text: str) -> float:

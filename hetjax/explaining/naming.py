@@ -51,8 +51,12 @@ class Names:
         if name.startswith("%") and name[1:].isdecimal():
             if int(name[1:]) < len(self.graph.avals):
                 return int(name[1:])
-            raise PlanError(f"there is no value {name}; values go up to %{len(self.graph.avals) - 1}")
-        paths: dict[str, Ref] = {r.path: r.atom for r in self.graph.outputs if isinstance(r.atom, int)}
+            raise PlanError(
+                f"there is no value {name}; values go up to %{len(self.graph.avals) - 1}"
+            )
+        paths: dict[str, Ref] = {
+            r.path: r.atom for r in self.graph.outputs if isinstance(r.atom, int)
+        }
         paths |= {a.path: a.ref for a in self.graph.inputs}
         if name in paths:
             return paths[name]
@@ -61,7 +65,9 @@ class Names:
             return paths[ending[0]]
         if ending:
             raise PlanError(f"{name!r} is the end of {len(ending)} paths: {', '.join(ending[:6])}")
-        raise PlanError(f"there is no value {name!r}{nearest(name, paths)}; %NUMBER names any value, s0 a stage")
+        raise PlanError(
+            f"there is no value {name!r}{nearest(name, paths)}; %NUMBER names any value, s0 a stage"
+        )
 
 
 def names_of(bundle: Bundle) -> Names:

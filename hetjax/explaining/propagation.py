@@ -61,7 +61,9 @@ def spec_text(spec: Spec, rank: int) -> str:
     """Returns a spec as Shardy writes it, "" when it says nothing of this rank."""
     if len(spec) != rank:
         return ""
-    return "[" + ", ".join("{" + ", ".join(json.dumps(a) for a in axes) + "}" for axes in spec) + "]"
+    return (
+        "[" + ", ".join("{" + ", ".join(json.dumps(a) for a in axes) + "}" for axes in spec) + "]"
+    )
 
 
 def propagate(program: Program, fragment: Fragment, ref: Ref) -> Propagation:
@@ -78,12 +80,16 @@ def propagate(program: Program, fragment: Fragment, ref: Ref) -> Propagation:
     outputs = {p.ref: p.spec for p in fragment.outputs}
     wanted = [*outputs, ref]
     closed = export_jaxpr(fragment.name.replace("/", "_"), ops, list(inputs), wanted, avals)
-    module = _jax.lower_to_module(_jax.jaxpr_function(closed), [struct_of(avals[r]) for r in inputs])
+    module = _jax.lower_to_module(
+        _jax.jaxpr_function(closed), [struct_of(avals[r]) for r in inputs]
+    )
     mesh = program.meshes[fragment.stage]
     axes = "[" + ", ".join(f"{json.dumps(a)}={n}" for a, n in mesh.axes) + "]"
     fixed = lambda items: [spec_text(spec, avals[r].ndim) for r, spec in items]  # noqa: E731
     try:
-        module = _jax.propagate_shardings(module, axes, fixed(inputs.items()), [*fixed(outputs.items()), ""])
+        module = _jax.propagate_shardings(
+            module, axes, fixed(inputs.items()), [*fixed(outputs.items()), ""]
+        )
     except ValueError as error:
         raise LoweringError(f"Shardy refuses the shardings of {fragment.name}: {error}") from error
     entry = _jax.entry_function(module)
@@ -104,7 +110,10 @@ class _Reader:
         spec, origins = self.sharding(value), self.origins(value)
         axes = [a for dim in spec for a in dim]
         return Propagation(
-            fragment, spec, {a: origins.get(a, -1) for a in axes}, {a: tuple(self.path(value, a)) for a in axes}
+            fragment,
+            spec,
+            {a: origins.get(a, -1) for a in axes},
+            {a: tuple(self.path(value, a)) for a in axes},
         )
 
     def attribute(self, value: Any, name: str) -> str:
@@ -130,12 +139,16 @@ class _Reader:
         found = re.search(r"\[(\{.*\})\]", text)
         if not found:
             return ()
-        return tuple(tuple(re.findall(r'"(\w+)"', dim)) for dim in re.findall(r"\{([^{}]*)\}", found[1]))
+        return tuple(
+            tuple(re.findall(r'"(\w+)"', dim)) for dim in re.findall(r"\{([^{}]*)\}", found[1])
+        )
 
     def origins(self, value: Any) -> dict[str, Ref]:
         """Returns, per axis, the value of the border that brought it."""
         out: dict[str, Ref] = {}
-        for axis, kind, number in re.findall(r'(\w+) = "(input|output): (\d+)"', self.attribute(value, "sdy.sharding_origins")):
+        for axis, kind, number in re.findall(
+            r'(\w+) = "(input|output): (\d+)"', self.attribute(value, "sdy.sharding_origins")
+        ):
             table = self.inputs if kind == "input" else self.outputs
             if int(number) < len(table):
                 out[axis] = table[int(number)]
@@ -165,7 +178,9 @@ class _Reader:
             for step, body in re.findall(r"(step-\d+) = \[(.*?\])\}\]", text) or _steps(text):
                 for name, side, index, targets in _EDGE.findall(body):
                     if name == axis and place in re.split(r",\s*", targets):
-                        source = op.operands[int(index)] if side == "operand" else op.results[int(index)]
+                        source = (
+                            op.operands[int(index)] if side == "operand" else op.results[int(index)]
+                        )
                         kind = str(op.results[0].type) if len(op.results) else ""
                         edge = Edge(op.name, kind, step, f"{side} {index}", place.replace("-", " "))
                         return edge, source

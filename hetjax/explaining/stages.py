@@ -75,15 +75,28 @@ def program_stages(bundle: Bundle, estimate: ProgramEstimate) -> list[StageFacts
         memory, total = estimate.memory[s], estimate.iteration_s
         flops = sum(
             op.cost.flops * (program.num_microbatches if f.per_microbatch else 1)
-            for f in mine for op in f.ops if op.cost is not None
+            for f in mine
+            for op in f.ops
+            if op.cost is not None
         )
-        out.append(StageFacts(
-            mesh.name, mesh.site, mesh.kind, len(mesh.devices), mesh.axes, tuple(modules), memory.parameters,
-            memory.optimizer, memory.activations * max(1, in_flight[s]), memory.peak_bytes,
-            cluster.kind(mesh.kind).memory_bytes, flops,
-            sum(estimate.fragments[f.name].seconds for f in mine if f.per_microbatch),
-            1 - estimate.timeline.busy_s[s] / total if total else 0.0,
-        ))
+        out.append(
+            StageFacts(
+                mesh.name,
+                mesh.site,
+                mesh.kind,
+                len(mesh.devices),
+                mesh.axes,
+                tuple(modules),
+                memory.parameters,
+                memory.optimizer,
+                memory.activations * max(1, in_flight[s]),
+                memory.peak_bytes,
+                cluster.kind(mesh.kind).memory_bytes,
+                flops,
+                sum(estimate.fragments[f.name].seconds for f in mine if f.per_microbatch),
+                1 - estimate.timeline.busy_s[s] / total if total else 0.0,
+            )
+        )
     return out
 
 
@@ -109,14 +122,27 @@ def stage_table(stages: list[StageFacts]) -> str:
     columns: list[tuple[str, Any]] = [
         ("stage", lambda s: s.name),
         ("site", lambda s: s.site),
-        ("devices", lambda s: f"{s.num_devices} x {s.kind} ({' '.join(f'{a} {n}' for a, n in s.axes)})"),
+        (
+            "devices",
+            lambda s: f"{s.num_devices} x {s.kind} ({' '.join(f'{a} {n}' for a, n in s.axes)})",
+        ),
         ("modules", lambda s: outline(s.modules)),
         ("parameters", lambda s: _bytes(s.parameter_bytes)),
         ("optimizer", lambda s: _bytes(s.optimizer_bytes)),
         ("activations", lambda s: _bytes(s.activation_bytes)),
-        ("peak", lambda s: None if s.peak_bytes is None else f"{_bytes(s.peak_bytes)} of {_bytes(s.memory_bytes)}"),
+        (
+            "peak",
+            lambda s: (
+                None
+                if s.peak_bytes is None
+                else f"{_bytes(s.peak_bytes)} of {_bytes(s.memory_bytes)}"
+            ),
+        ),
         ("GFLOP", lambda s: None if s.flops is None else f"{s.flops / 1e9:.4g}"),
-        ("microbatch ms", lambda s: None if s.microbatch_s is None else f"{s.microbatch_s * 1e3:.4g}"),
+        (
+            "microbatch ms",
+            lambda s: None if s.microbatch_s is None else f"{s.microbatch_s * 1e3:.4g}",
+        ),
         ("idle", lambda s: None if s.bubble is None else f"{s.bubble:.1%}"),
     ]
     cells = [[head, *(get(s) for s in stages)] for head, get in columns]

@@ -97,7 +97,9 @@ def explain_value(bundle: Bundle, name: str, *, price: bool = True) -> ValueFact
     names = names_of(bundle)
     graph, program = names.graph, bundle.program
     if program is None:
-        raise PlanError("where a value is, is known of a complete program only; give FILE.py:build or a lowered step.hj")
+        raise PlanError(
+            "where a value is, is known of a complete program only; give FILE.py:build or a lowered step.hj"
+        )
     ref = names.find(name)
     argument = next((a for a in graph.inputs if a.ref == ref), None)
     full, micro = program.avals[ref], program.micro_avals[ref]
@@ -106,16 +108,31 @@ def explain_value(bundle: Bundle, name: str, *, price: bool = True) -> ValueFact
     if price and argument is not None and argument.role == "state":
         alternatives = tuple(_alternatives(bundle, graph, argument))
     return ValueFacts(
-        names.of(ref), ref, str(full) if full == micro else f"{full}, in one microbatch {micro}",
-        argument.role if argument else "", op.block if op else "", op.source if op else "",
-        tuple(_places(bundle, names, program, ref, argument)), alternatives,
+        names.of(ref),
+        ref,
+        str(full) if full == micro else f"{full}, in one microbatch {micro}",
+        argument.role if argument else "",
+        op.block if op else "",
+        op.source if op else "",
+        tuple(_places(bundle, names, program, ref, argument)),
+        alternatives,
     )
 
 
-def _places(bundle: Bundle, names: Names, program: Program, ref: Ref, argument: Argument | None) -> list[Place]:
+def _places(
+    bundle: Bundle, names: Names, program: Program, ref: Ref, argument: Argument | None
+) -> list[Place]:
     out: list[Place] = []
 
-    def add(stage: int, fragment: str, how: str, spec: Spec, nbytes: int, by: str, found: Propagation | None = None) -> None:
+    def add(
+        stage: int,
+        fragment: str,
+        how: str,
+        spec: Spec,
+        nbytes: int,
+        by: str,
+        found: Propagation | None = None,
+    ) -> None:
         mesh = program.meshes[stage]
         share = math.ceil(nbytes / math.prod(mesh.parts(spec))) if spec else nbytes
         out.append(Place(mesh.name, fragment, how, spec, share, by, found))
@@ -125,7 +142,14 @@ def _places(bundle: Bundle, names: Names, program: Program, ref: Ref, argument: 
         for feed in program.feeds:
             if feed.argument == position:
                 table = program.micro_avals if feed.form == "micro" else program.avals
-                add(feed.stage, "", "fed", feed.spec, table[ref].nbytes, _chosen_by(bundle, names.graph, argument, feed.spec))
+                add(
+                    feed.stage,
+                    "",
+                    "fed",
+                    feed.spec,
+                    table[ref].nbytes,
+                    _chosen_by(bundle, names.graph, argument, feed.spec),
+                )
     for f in program.fragments:
         avals = program.micro_avals if f.per_microbatch else program.avals
         ports = [("read", p) for p in f.inputs] + [("given", p) for p in f.outputs]
@@ -133,7 +157,14 @@ def _places(bundle: Bundle, names: Names, program: Program, ref: Ref, argument: 
         for how, p in ports:
             if p.ref == ref and not (argument is not None and how == "read"):
                 at_border = True
-                add(f.stage, f.name, how, p.spec, avals[ref].nbytes, _border_choice(bundle, names.graph, ref, p.spec))
+                add(
+                    f.stage,
+                    f.name,
+                    how,
+                    p.spec,
+                    avals[ref].nbytes,
+                    _border_choice(bundle, names.graph, ref, p.spec),
+                )
         if not at_border and any(ref in op.outputs for op in f.ops):
             out.append(_inside(program, f, ref))
     return out
@@ -145,9 +176,28 @@ def _inside(program: Program, f: Fragment, ref: Ref) -> Place:
     try:
         found = propagate(program, f, ref)
     except HetjaxError as error:
-        return Place(mesh.name, f.name, "inside", (), avals[ref].nbytes, f"propagation by Shardy; it cannot be shown: {error}")
-    share = math.ceil(avals[ref].nbytes / math.prod(mesh.parts(found.spec))) if found.spec else avals[ref].nbytes
-    return Place(mesh.name, f.name, "inside", found.spec, share, "propagation by Shardy from the fragment's border", found)
+        return Place(
+            mesh.name,
+            f.name,
+            "inside",
+            (),
+            avals[ref].nbytes,
+            f"propagation by Shardy; it cannot be shown: {error}",
+        )
+    share = (
+        math.ceil(avals[ref].nbytes / math.prod(mesh.parts(found.spec)))
+        if found.spec
+        else avals[ref].nbytes
+    )
+    return Place(
+        mesh.name,
+        f.name,
+        "inside",
+        found.spec,
+        share,
+        "propagation by Shardy from the fragment's border",
+        found,
+    )
 
 
 def _searched(bundle: Bundle) -> str:
@@ -164,14 +214,26 @@ def _searched(bundle: Bundle) -> str:
 
 def _chosen_by(bundle: Bundle, graph: Graph, argument: Argument, spec: Spec) -> str:
     if argument.role == "batch":
-        return "shard-stages: the batch axis is split over 'data'" if any(spec) else "shard-stages: nothing to split it over"
+        return (
+            "shard-stages: the batch axis is split over 'data'"
+            if any(spec)
+            else "shard-stages: nothing to split it over"
+        )
     if any(spec):
         specs = dict(bundle.plan.state_specs) if bundle.plan else {}
-        leaders = [a.path for a in graph.inputs if a.path in specs and a.path != argument.path and a.ref in _followers(graph, argument.ref)]
+        leaders = [
+            a.path
+            for a in graph.inputs
+            if a.path in specs
+            and a.path != argument.path
+            and a.ref in _followers(graph, argument.ref)
+        ]
         if argument.path not in specs and leaders:
             return f"it follows {leaders[0]}, with which it is updated"
         return _searched(bundle)
-    undivided = [s for t, s in bundle.notes if t == "replicated" and s.startswith(argument.path + " ")]
+    undivided = [
+        s for t, s in bundle.notes if t == "replicated" and s.startswith(argument.path + " ")
+    ]
     return undivided[0] if undivided else "replicated: neither plan nor rule splits it"
 
 
@@ -181,7 +243,9 @@ def _border_choice(bundle: Bundle, graph: Graph, ref: Ref, spec: Spec) -> str:
     axes = {a for dim in spec for a in dim}
     if axes == {"data"}:
         return "shard-stages: its batch axis is split over 'data'"
-    leaders = [a.path for a in graph.inputs if a.role == "state" and a.ref in _followers(graph, ref)]
+    leaders = [
+        a.path for a in graph.inputs if a.role == "state" and a.ref in _followers(graph, ref)
+    ]
     return f"it follows {leaders[0]}" if leaders else "shard-stages"
 
 
@@ -214,15 +278,21 @@ def _alternatives(bundle: Bundle, graph: Graph, leaf: Argument) -> list[Alternat
         kept = {p: s for p, s in plan.state_specs if p not in paths}
         if any(spec):
             kept |= dict.fromkeys(paths, spec)
-        changed = bundle.replace(plan=plan.with_(state_specs=tuple(sorted(kept.items()))), program=None)
+        changed = bundle.replace(
+            plan=plan.with_(state_specs=tuple(sorted(kept.items()))), program=None
+        )
         try:
             after = estimate_program(run_pipeline(changed, _RELOWER))
         except HetjaxError as error:
             out.append(Alternative(spec, math.inf, 0, str(error).splitlines()[0]))
             continue
-        out.append(Alternative(
-            spec, after.iteration_s - before.iteration_s, max(after.peak_bytes) - max(before.peak_bytes)
-        ))
+        out.append(
+            Alternative(
+                spec,
+                after.iteration_s - before.iteration_s,
+                max(after.peak_bytes) - max(before.peak_bytes),
+            )
+        )
     return sorted(out, key=lambda a: (a.step_s, a.peak_bytes))
 
 
@@ -233,7 +303,8 @@ def as_dict(facts: ValueFacts) -> dict[str, Any]:
         found = original.propagation
         if found is not None:
             place["propagation"] = {
-                "spec": found.spec, "origins": found.origins,
+                "spec": found.spec,
+                "origins": found.origins,
                 "paths": {axis: list(map(str, edges)) for axis, edges in found.paths.items()},
             }
     return out

@@ -46,7 +46,10 @@ def report(*args):
 
 def members(path):
     with tarfile.open(path) as archive:
-        return {m.name.removeprefix("hetjax-bugreport/"): archive.extractfile(m).read().decode() for m in archive}
+        return {
+            m.name.removeprefix("hetjax-bugreport/"): archive.extractfile(m).read().decode()
+            for m in archive
+        }
 
 
 @pytest.fixture
@@ -64,13 +67,30 @@ def repro(tmp_path, monkeypatch):
 
 
 def test_the_archive_reproduces_and_tells_nothing(repro, tmp_path):
-    result = report(repro, "--cluster", tmp_path / "cluster.toml", "-o", tmp_path / "out.tar.gz", "--hide", "Dense_0", "--json")
+    result = report(
+        repro,
+        "--cluster",
+        tmp_path / "cluster.toml",
+        "-o",
+        tmp_path / "out.tar.gz",
+        "--hide",
+        "Dense_0",
+        "--json",
+    )
     assert json.loads(result.output)["members"] == ["00_repro.hj", "cluster.toml", "versions.json"]
     found = members(tmp_path / "out.tar.gz")
     everything = "\n".join(found.values())
     secrets = [
-        str(pathlib.Path.home()) + "/", str(tmp_path), "lyon-basement", "gpu07", "oslo-attic", "lyon-to-oslo", "alice",
-        "secret-lab", "Dense_0", "/secret/",
+        str(pathlib.Path.home()) + "/",
+        str(tmp_path),
+        "lyon-basement",
+        "gpu07",
+        "oslo-attic",
+        "lyon-to-oslo",
+        "alice",
+        "secret-lab",
+        "Dense_0",
+        "/secret/",
     ]
     host = socket.gethostname()
     secrets += [host] if len(host) > 2 else []
@@ -81,19 +101,30 @@ def test_the_archive_reproduces_and_tells_nothing(repro, tmp_path):
     assert reproducer_pipeline(text) == "verify"
     assert bundle.graph.ops[0].source == "train.py:41"
     assert [s.name for s in bundle.cluster.sites] == ["site0", "site1"]
-    assert [s.site for s in bundle.plan.stages] == [m.site for m in bundle.program.meshes] == ["site0", "site1"]
+    assert (
+        [s.site for s in bundle.plan.stages]
+        == [m.site for m in bundle.program.meshes]
+        == ["site0", "site1"]
+    )
     assert bundle.plan.cluster_hash == bundle.cluster.hash
     assert "site0" in found["cluster.toml"] and "bandwidth" in found["cluster.toml"]
-    assert set(json.loads(found["versions.json"])["versions"]) >= {"python", "hetjax", "jax", "jaxlib"}
+    assert set(json.loads(found["versions.json"])["versions"]) >= {
+        "python",
+        "hetjax",
+        "jax",
+        "jaxlib",
+    }
 
 
 def test_text_that_is_no_ir_goes_along_redacted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "log.txt"
-    path.write_text("Traceback\n  File \"/data/users/bob/project/train.py\", line 3\nssh bob@10.1.2.3 mail bob@lab.example\n")
+    path.write_text(
+        'Traceback\n  File "/data/users/bob/project/train.py", line 3\nssh bob@10.1.2.3 mail bob@lab.example\n'
+    )
     assert report(path, "-o", "out.tar.gz", "--hide", "bob").exception is None
     text = members("out.tar.gz")["00_log.txt"]
-    assert text == "Traceback\n  File \"train.py\", line 3\nssh ADDRESS mail ADDRESS\n"
+    assert text == 'Traceback\n  File "train.py", line 3\nssh ADDRESS mail ADDRESS\n'
 
 
 def test_words_of_every_program_are_not_removed(monkeypatch):
@@ -102,7 +133,10 @@ def test_words_of_every_program_are_not_removed(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     assert Redactor()("the model at root") == "the model at root"
     monkeypatch.setattr(getpass, "getuser", lambda: "carol")
-    assert Redactor()("carol and carolina, module MLP/Dense_0, a/b, 3 / 4") == "USER and carolina, module MLP/Dense_0, a/b, 3 / 4"
+    assert (
+        Redactor()("carol and carolina, module MLP/Dense_0, a/b, 3 / 4")
+        == "USER and carolina, module MLP/Dense_0, a/b, 3 / 4"
+    )
 
 
 def test_a_missing_file_and_an_unwritable_archive_are_usage_errors(tmp_path, repro):

@@ -36,7 +36,9 @@ def test_every_form_is_written_from_the_command_line(form, bundle, tmp_path):
 def test_stablehlo_is_what_jax_lowers_and_verifies(bundle):
     text = emit(bundle, "stablehlo")
     assert _jax.parse_module(text).operation.verify()
-    assert text.count("stablehlo.dot_general") == sum(op.primitive == "dot_general" for op in bundle.graph.ops)
+    assert text.count("stablehlo.dot_general") == sum(
+        op.primitive == "dot_general" for op in bundle.graph.ops
+    )
 
 
 def test_mpmd_is_verified_by_jaxlib_and_holds_every_task(bundle):
@@ -72,7 +74,11 @@ def test_html_is_one_page_without_network_or_script(bundle):
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "<svg" in page and "x6:s0&gt;s1" in page
     # Well formed, so that no text broke out of its element.
-    xml.etree.ElementTree.fromstring(page.removeprefix("<!doctype html>\n").replace('<meta charset="utf-8">', "").replace("&rarr;", "to"))
+    xml.etree.ElementTree.fromstring(
+        page.removeprefix("<!doctype html>\n")
+        .replace('<meta charset="utf-8">', "")
+        .replace("&rarr;", "to")
+    )
 
 
 def test_a_chrome_trace_has_an_event_per_task(bundle):
@@ -84,8 +90,11 @@ def test_a_chrome_trace_has_an_event_per_task(bundle):
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        ("stablehlo", "there is no graph"), ("mpmd", "there is no program with task lists"),
-        ("dot", "neither a graph nor a program"), ("html", "nothing to show"), ("chrome-trace", "needs a plan"),
+        ("stablehlo", "there is no graph"),
+        ("mpmd", "there is no program with task lists"),
+        ("dot", "neither a graph nor a program"),
+        ("html", "nothing to show"),
+        ("chrome-trace", "needs a plan"),
     ],
 )
 def test_what_is_missing_is_named(form, words):
@@ -94,4 +103,10 @@ def test_what_is_missing_is_named(form, words):
 
 
 def test_bytes_are_written_for_people():
-    assert [human_bytes(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5.0 TiB"]
+    assert [human_bytes(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "3.0 MiB",
+        "5.0 TiB",
+    ]

@@ -49,14 +49,21 @@ def test_the_overview_names_modules_and_predicts(bundle):
     assert second["flops"] >= 2 * 2 * 3 * 4 * 8 * 4
     assert 0 <= first["bubble"] < 1
     text = explain().output
-    assert "step: 2 stages, 2 microbatches (2 asked for or chosen, proved exact), schedule 1f1b" in text
+    assert (
+        "step: 2 stages, 2 microbatches (2 asked for or chosen, proved exact), schedule 1f1b"
+        in text
+    )
     assert "MLP/Dense_1" in text and "predicted:" in text
 
 
 def test_a_stage_lists_fragments_and_leaves():
     found = answer("s1")
     assert [f["name"] for f in found["fragments"]] == ["s1/forward", "s1/backward", "s1/update"]
-    assert {"path": "state/params/Dense_1/kernel", "type": "f32[8,4]", "spec": [["model"], []]} in found["leaves"]
+    assert {
+        "path": "state/params/Dense_1/kernel",
+        "type": "f32[8,4]",
+        "spec": [["model"], []],
+    } in found["leaves"]
     assert "dimension 0 over model" in explain("1").output
 
 
@@ -65,7 +72,8 @@ def test_what_moves_is_listed_largest_first_and_adds_up(bundle):
     assert [m.step_bytes for m in found] == sorted((m.step_bytes for m in found), reverse=True)
     transfers = [m for m in found if m.kind == "transfer"]
     assert {(m.where, m.nbytes, m.times, m.link) for m in transfers} == {
-        ("s0 > s1", 128, 2, "wan"), ("s1 > s0", 128, 2, "wan"),
+        ("s0 > s1", 128, 2, "wan"),
+        ("s1 > s0", 128, 2, "wan"),
     }
     assert any(m.source == "golden_case.py:6" for m in transfers)
     reductions = [(m.where, m.nbytes) for m in found if m.kind == "all-reduce"]
@@ -82,7 +90,8 @@ def test_fail_over_is_a_gate(limit, code, over):
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("4096", 4096), ("64MiB", 2**26), ("1.5 GB", 1.5e9), ("2kB", 2000), ("7 B", 7)]
+    ("text", "nbytes"),
+    [("4096", 4096), ("64MiB", 2**26), ("1.5 GB", 1.5e9), ("2kB", 2000), ("7 B", 7)],
 )
 def test_sizes_are_read(text, nbytes):
     assert parse_size(text) == nbytes
@@ -106,7 +115,12 @@ def test_a_state_leaf_has_its_spec_who_chose_it_and_the_price_of_others(bundle):
     facts = explain_value(bundle, "Dense_1/kernel")
     assert facts.name == "state/params/Dense_1/kernel"
     (place,) = facts.places
-    assert (place.stage, place.how, place.spec, place.device_bytes) == ("s1", "fed", (("model",), ()), 64)
+    assert (place.stage, place.how, place.spec, place.device_bytes) == (
+        "s1",
+        "fed",
+        (("model",), ()),
+        64,
+    )
     assert place.chosen_by.startswith("the planner's rule")
     specs = {a.spec for a in facts.alternatives}
     assert specs == {((), ()), ((), ("model",))}
@@ -114,7 +128,9 @@ def test_a_state_leaf_has_its_spec_who_chose_it_and_the_price_of_others(bundle):
     whole = next(a for a in facts.alternatives if not any(a.spec))
     changed = bundle.replace(plan=bundle.plan.with_(state_specs=()), program=None)
     after = estimate_program(run_pipeline(changed, "default"))
-    assert math.isclose(whole.step_s, after.iteration_s - before.iteration_s, rel_tol=1e-9, abs_tol=1e-15)
+    assert math.isclose(
+        whole.step_s, after.iteration_s - before.iteration_s, rel_tol=1e-9, abs_tol=1e-15
+    )
     assert "runner-up: " in explain("Dense_1/kernel").output
     assert answer("Dense_1/kernel", "--no-price")["value"]["alternatives"] == []
 
@@ -124,7 +140,9 @@ def test_the_chooser_is_the_user_or_the_search_when_the_plan_says_so(bundle):
         ({"sources": (("state_specs", "given"),)}, "the user, in the plan"),
         ({"seed": 7, "evaluations": 90}, "the search (seed 7, 90 evaluations)"),
     ):
-        facts = explain_value(bundle.replace(plan=bundle.plan.with_(**changes)), "Dense_1/kernel", price=False)
+        facts = explain_value(
+            bundle.replace(plan=bundle.plan.with_(**changes)), "Dense_1/kernel", price=False
+        )
         assert facts.places[0].chosen_by == words
 
 

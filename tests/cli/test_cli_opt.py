@@ -54,7 +54,9 @@ class Misbehave:
 @pytest.fixture(autouse=True)
 def planted(monkeypatch, tmp_path):
     monkeypatch.setitem(registry.PASSES, "misbehave", f"{__name__}:Misbehave")
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules["test_cli_opt"])
+    monkeypatch.setitem(
+        sys.modules, __name__, sys.modules.get(__name__) or sys.modules["test_cli_opt"]
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.hj").write_text(STEP)
 
@@ -103,13 +105,33 @@ def test_print_takes_names_and_shows_inputs():
         (("step.hj", "-p", "nope"), 1, "there is no pass 'nope'"),
         (("step.hj", "-p", "shard-stages"), 1, "it needs program: run 'cut-stages'"),
         (("step.hj", "-p", "misbehave"), 2, "RuntimeError: planted"),
-        (("step.hj", "-p", "misbehave{how=break}"), 2, "found after pass 'misbehave', which had a valid input: a fault of that pass"),
+        (
+            ("step.hj", "-p", "misbehave{how=break}"),
+            2,
+            "found after pass 'misbehave', which had a valid input: a fault of that pass",
+        ),
         (("step.hj", "-p", "misbehave{how=break}", "--verify=end"), 1, "found in the result"),
         (("step.hj", "-p", "misbehave{how=break}", "--verify=off"), 0, ""),
         (("step.hj", "-p", "misbehave{how=refuse}"), 3, "refused: cannot be split"),
         (("step.hj", "--emit", "mpmd"), 1, "there is no program with task lists"),
-        (("step.hj", "-p", "label-regions", "--start-at", "nope"), 1, "--start-at: 'nope' is not in the pipeline"),
-        (("step.hj", "-p", "label-regions,label-blocks", "--start-at", "label-blocks", "--stop-after", "label-regions"), 1, "comes before --start-at"),
+        (
+            ("step.hj", "-p", "label-regions", "--start-at", "nope"),
+            1,
+            "--start-at: 'nope' is not in the pipeline",
+        ),
+        (
+            (
+                "step.hj",
+                "-p",
+                "label-regions,label-blocks",
+                "--start-at",
+                "label-blocks",
+                "--stop-after",
+                "label-regions",
+            ),
+            1,
+            "comes before --start-at",
+        ),
         (("step.hj", "--json"), 1, "--json prints to stdout"),
         (("step.hj", "--run-repro", "step.hj"), 1, "step.hj is no reproducer"),
     ],
@@ -129,7 +151,11 @@ def subprocess_free_main(*args):
     from hetjax.cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
         main(["opt", *args])
     return ended.value.code, err.getvalue()
 
@@ -155,7 +181,18 @@ def test_the_pipeline_can_be_cut():
 
 
 def test_the_commands_in_a_dump_make_the_files_they_head(tmp_path):
-    assert opt("step.hj", "-p", "label-regions,label-blocks,annotate-costs", "--dump", "dump", "-o", "out.hj").return_value == 0
+    assert (
+        opt(
+            "step.hj",
+            "-p",
+            "label-regions,label-blocks,annotate-costs",
+            "--dump",
+            "dump",
+            "-o",
+            "out.hj",
+        ).return_value
+        == 0
+    )
     files = sorted(p for p in os.listdir("dump") if p.endswith(".hj"))
     assert files == ["000_input.hj", "001_label-regions.hj", "003_annotate-costs.hj"]
     os.chdir("dump")
@@ -170,7 +207,9 @@ def test_the_commands_in_a_dump_make_the_files_they_head(tmp_path):
 
 
 def test_a_reproducer_fails_the_same_way_and_its_path_comes_last():
-    code, text = subprocess_free_main("step.hj", "-p", "label-regions,misbehave,label-blocks", "--repro", "r.hj")
+    code, text = subprocess_free_main(
+        "step.hj", "-p", "label-regions,misbehave,label-blocks", "--repro", "r.hj"
+    )
     assert code == 2 and text.rstrip().splitlines()[-1] == "reproducer: r.hj"
     assert "// pipeline: misbehave,label-blocks" in pathlib.Path("r.hj").read_text()
     code, text = subprocess_free_main("--run-repro", "r.hj", "--repro", "again.hj")
@@ -191,7 +230,11 @@ def test_json_has_the_passes_the_file_and_the_error():
     result = opt("step.hj", "-p", "nope", "-o", "out.hj", "--json")
     assert "there is no pass 'nope'" in json.loads(result.stdout)["error"]
     result = opt("nowhere.hj", "-o", "out.hj", "--json")
-    assert json.loads(result.stdout) == {"ok": False, "error": "there is no file 'nowhere.hj'", "passes": []}
+    assert json.loads(result.stdout) == {
+        "ok": False,
+        "error": "there is no file 'nowhere.hj'",
+        "passes": [],
+    }
 
 
 def test_pieces_of_a_file_run_apart():
@@ -210,9 +253,17 @@ def test_pieces_of_a_file_run_apart():
 def test_expected_errors_must_come_and_no_others():
     for text, code, words in (
         ("// expected-error@+1 {{expected graph}}\ngrph x\n", 0, ""),
-        ("// expected-error@+2 {{expected graph}}\ngrph x\n", 1, "line 1: expected an error at line 3 that says: expected graph"),
+        (
+            "// expected-error@+2 {{expected graph}}\ngrph x\n",
+            1,
+            "line 1: expected an error at line 3 that says: expected graph",
+        ),
         ("grph x\n", 1, "unexpected error at line 1: expected graph"),
-        ("// expected-error {{anything}}\n" + STEP, 1, "line 1: expected an error that says: anything"),
+        (
+            "// expected-error {{anything}}\n" + STEP,
+            1,
+            "line 1: expected an error that says: anything",
+        ),
     ):
         result = opt("-", "--verify-diagnostics", text=text)
         assert (result.return_value, result.stdout) == (code, "")
@@ -233,13 +284,22 @@ def test_passes_are_listed_and_explained():
     listing = opt("--list").stdout
     assert "label-regions    read forward, backward and update off the name stacks" in listing
     assert "default          = inline-calls," in listing
-    assert {"name": "verify", "summary": "check every invariant of graph and program"} in json.loads(opt("--list", "--json").stdout)
+    assert {
+        "name": "verify",
+        "summary": "check every invariant of graph and program",
+    } in json.loads(opt("--list", "--json").stdout)
     text = opt("--help-pass", "plan-donation").stdout
     assert "state (bool, default false): whether state leaves may be donated at all" in text
     assert "Requires:\n  graph: trace a step with `hetjax trace`" in text
     facts = json.loads(opt("--help-pass", "misbehave", "--json").stdout)
     assert facts["options"] == [
-        {"name": "how", "type": "str", "default": "crash", "required": False, "help": "crash, refuse or break."}
+        {
+            "name": "how",
+            "type": "str",
+            "default": "crash",
+            "required": False,
+            "help": "crash, refuse or break.",
+        }
     ]
     code, text = subprocess_free_main("--help-pass", "verfy")
     assert code == 1 and "did you mean 'verify'?" in text
@@ -247,8 +307,20 @@ def test_passes_are_listed_and_explained():
 
 def test_the_script_starts_quickly_and_completes(tmp_path):
     """The whole program, as a shell starts it."""
-    environment = {**os.environ, "_HETJAX_COMPLETE": "bash_complete", "COMP_WORDS": "hetjax opt -p label-r", "COMP_CWORD": "3"}
-    done = subprocess.run([sys.executable, "-m", "hetjax"], env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    environment = {
+        **os.environ,
+        "_HETJAX_COMPLETE": "bash_complete",
+        "COMP_WORDS": "hetjax opt -p label-r",
+        "COMP_CWORD": "3",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "hetjax"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.stdout == "plain,label-regions\n"
     script = CliRunner().invoke(cli, ["completion", "zsh"]).output
     assert "_HETJAX_COMPLETE=zsh_complete" in script

@@ -16,7 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def test_the_page_of_passes_is_current():
-    assert (ROOT / "docs" / "passes.md").read_text() == page(), "run: python -m hetjax.cli.pass_docs > docs/passes.md"
+    assert (ROOT / "docs" / "passes.md").read_text() == page(), (
+        "run: python -m hetjax.cli.pass_docs > docs/passes.md"
+    )
 
 
 @pytest.mark.parametrize("name", registry.PASSES)
@@ -40,7 +42,9 @@ def installed(tmp_path, monkeypatch):
     info = tmp_path / "my_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[hetjax.passes]\ndrop-sources = {entry}\nverify = {entry}\n")
+    (info / "entry_points.txt").write_text(
+        f"[hetjax.passes]\ndrop-sources = {entry}\nverify = {entry}\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     registry.third_party_passes.cache_clear()
@@ -50,7 +54,9 @@ def installed(tmp_path, monkeypatch):
 
 def test_a_third_party_pass_runs_by_its_entry_point(installed):
     text = 'graph g { in %0:f32[] input "x"\n %1:f32[] = neg %0 from "here.py:3"\n out %1 "y" }'
-    result = CliRunner().invoke(cli, ["opt", "-", "-p", "drop-sources"], input=text, standalone_mode=False)
+    result = CliRunner().invoke(
+        cli, ["opt", "-", "-p", "drop-sources"], input=text, standalone_mode=False
+    )
     assert parse_bundle(result.stdout).graph.ops[0].source == ""
     listing = CliRunner().invoke(cli, ["opt", "--list"], standalone_mode=False).stdout
     assert "drop-sources     empty the source lines" in listing

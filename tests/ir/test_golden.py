@@ -33,7 +33,11 @@ class Run:
 
 def runs():
     for path in sorted(FOLDER.glob("*.hj")):
-        lines = [x.partition("RUN:")[2].strip() for x in path.read_text().splitlines() if x.startswith("// RUN:")]
+        lines = [
+            x.partition("RUN:")[2].strip()
+            for x in path.read_text().splitlines()
+            if x.startswith("// RUN:")
+        ]
         assert lines, f"{path.name} has no RUN line"
         for i, line in enumerate(lines):
             yield pytest.param(Run(path, line), id=f"{path.stem}{f'-{i}' if i else ''}")

@@ -20,7 +20,11 @@ def through_text(graph):
 
 def run(graph, values):
     closed = export_jaxpr(
-        graph.name, graph.ops, [a.ref for a in graph.inputs], [r.atom for r in graph.outputs], graph.avals
+        graph.name,
+        graph.ops,
+        [a.ref for a in graph.inputs],
+        [r.atom for r in graph.outputs],
+        graph.avals,
     )
     return jax.jit(jax.extend.core.jaxpr_as_fun(closed))(*values)
 
@@ -34,7 +38,9 @@ def loss(params, x, key):
     n = jax.lax.while_loop(lambda s: s < 3.0, lambda s: s + 1.0, carry.sum() * 0)
     picked = jax.lax.cond(n > 1, lambda h: jnp.sort(h, axis=-1), lambda h: h[..., ::-1], h)
     kernel = jnp.ones((3, 4, 4)) / 12
-    conv = jax.lax.conv_general_dilated(picked, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    conv = jax.lax.conv_general_dilated(
+        picked, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
     return (conv**2).mean() + optax.l2_loss(carry).sum() + jnp.cumsum(h)[-1]
 
 
@@ -77,15 +83,29 @@ def test_captured_arrays_of_calls_become_inputs():
 
 
 FAULTS = [
-    ("%1:f32[3] = no_such_thing %0", "no_such_thing: JAX has no primitive of that name that lowers"),
+    (
+        "%1:f32[3] = no_such_thing %0",
+        "no_such_thing: JAX has no primitive of that name that lowers",
+    ),
     ("%1:f32[3] = sin %0 {accuracy=#f.g}", "sin: its parameter accuracy is #f.g, which is no text"),
-    ("%1:f32[3] = convert_element_type %0 {new_dtype=Nope.X, sharding=None, weak_type=False}", "convert_element_type: Nope.X names nothing in JAX"),
-    ("%1:f32[3] = convert_element_type %0 {new_dtype=PRNG.dice, sharding=None, weak_type=False}", "convert_element_type: JAX has no generator dice"),
-    ("%1:f32[3] = sin %0 {accuracy=Odd(a=1)}", "sin: its parameter accuracy is a Odd, which has no public constructor"),
+    (
+        "%1:f32[3] = convert_element_type %0 {new_dtype=Nope.X, sharding=None, weak_type=False}",
+        "convert_element_type: Nope.X names nothing in JAX",
+    ),
+    (
+        "%1:f32[3] = convert_element_type %0 {new_dtype=PRNG.dice, sharding=None, weak_type=False}",
+        "convert_element_type: JAX has no generator dice",
+    ),
+    (
+        "%1:f32[3] = sin %0 {accuracy=Odd(a=1)}",
+        "sin: its parameter accuracy is a Odd, which has no public constructor",
+    ),
     ("%1:f32[4] = sin %0 {accuracy=None}", "sin: sin gives f32[3], the text says f32[4]"),
     ("%1:f32[3] = sin %0 %0 {accuracy=None}", "sin: "),
-    ('%1:f32[3] = jit %0 {jaxpr=graph g { in %0:f32[3] input "0" in %1:f32[9] const "const0" out %0 "0" }}',
-     "jit: its graph g captures arrays (const0) that text does not hold"),
+    (
+        '%1:f32[3] = jit %0 {jaxpr=graph g { in %0:f32[3] input "0" in %1:f32[9] const "const0" out %0 "0" }}',
+        "jit: its graph g captures arrays (const0) that text does not hold",
+    ),
 ]
 
 

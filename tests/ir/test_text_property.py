@@ -46,7 +46,9 @@ SMALL = settings(max_examples=60, deadline=None)
 
 texts = st.text(max_size=8)
 names = st.one_of(
-    st.sampled_from(["train_step", "s0", "x3:s0>s1", "s1/forward", "scatter-add", "1f1b", "in", "graph"]),
+    st.sampled_from(
+        ["train_step", "s0", "x3:s0>s1", "s1/forward", "scatter-add", "1f1b", "in", "graph"]
+    ),
     st.text(min_size=1, max_size=6),
 )
 counts = st.integers(-2, 10**12)
@@ -56,11 +58,18 @@ avals = st.builds(Aval, dtypes, shapes, st.booleans())
 floats = st.floats().map(lambda x: math.nan if math.isnan(x) else x)
 numbers = st.one_of(st.booleans(), st.integers(), floats)
 literals = st.builds(
-    Literal, st.one_of(numbers, st.complex_numbers()), st.builds(Aval, dtypes, st.just(()), st.booleans())
+    Literal,
+    st.one_of(numbers, st.complex_numbers()),
+    st.builds(Aval, dtypes, st.just(()), st.booleans()),
 )
 keys = st.one_of(st.sampled_from(["axes", "dimension_numbers", "mode"]), texts)
 simple_values = st.one_of(
-    st.none(), numbers, texts, avals, st.builds(Symbol, names), st.builds(Handle, names),
+    st.none(),
+    numbers,
+    texts,
+    avals,
+    st.builds(Symbol, names),
+    st.builds(Handle, names),
     st.complex_numbers(allow_nan=False),
 )
 
@@ -82,14 +91,20 @@ def graphs(draw, depth=1):
         st.sampled_from(["", *REGIONS, "odd region", "in"]),
         texts,
         texts,
-        st.lists(st.tuples(st.sampled_from(["scope", "transform", "odd"]), texts), max_size=2).map(tuple),
+        st.lists(st.tuples(st.sampled_from(["scope", "transform", "odd"]), texts), max_size=2).map(
+            tuple
+        ),
         st.none() | st.builds(Cost, counts, counts, counts),
     )
     return Graph(
         draw(names),
         tuple(draw(st.lists(arguments, max_size=3))) if table else (),
         tuple(draw(st.lists(ops, max_size=4))),
-        tuple(draw(st.lists(st.builds(Result, atoms, texts, st.none() | st.integers(0, 9)), max_size=2))),
+        tuple(
+            draw(
+                st.lists(st.builds(Result, atoms, texts, st.none() | st.integers(0, 9)), max_size=2)
+            )
+        ),
         table,
     )
 
@@ -114,7 +129,13 @@ def programs(draw):
     """Programs whose refs stay in range; every other field is free."""
     table = draw(st.lists(avals, min_size=1, max_size=6))
     micro = [
-        draw(st.one_of(st.just(a), avals, st.just(Aval(a.dtype, tuple(n // 2 for n in a.shape), a.weak_type))))
+        draw(
+            st.one_of(
+                st.just(a),
+                avals,
+                st.just(Aval(a.dtype, tuple(n // 2 for n in a.shape), a.weak_type)),
+            )
+        )
         for a in table
     ]
     refs = st.integers(0, len(table) - 1)
@@ -127,28 +148,61 @@ def programs(draw):
         ref = draw(refs)
         fitting = st.lists(
             st.lists(st.sampled_from(["data", "model"]), max_size=2).map(tuple),
-            min_size=table[ref].ndim, max_size=table[ref].ndim,
+            min_size=table[ref].ndim,
+            max_size=table[ref].ndim,
         ).map(tuple)
-        return Port(ref, draw(st.sampled_from(FORMS)), draw(fitting | specs), draw(st.just(1.0) | floats), draw(optional))
+        return Port(
+            ref,
+            draw(st.sampled_from(FORMS)),
+            draw(fitting | specs),
+            draw(st.just(1.0) | floats),
+            draw(optional),
+        )
 
     port_lists = st.lists(ports(), max_size=2).map(tuple)
     atoms = st.one_of(literals, refs)
     ops = st.builds(
-        Op, names, st.lists(atoms, max_size=2).map(tuple), st.lists(refs, max_size=2).map(tuple),
-        st.lists(st.tuples(keys, simple_values), max_size=1).map(tuple), st.sampled_from(["", *REGIONS]), texts,
+        Op,
+        names,
+        st.lists(atoms, max_size=2).map(tuple),
+        st.lists(refs, max_size=2).map(tuple),
+        st.lists(st.tuples(keys, simple_values), max_size=1).map(tuple),
+        st.sampled_from(["", *REGIONS]),
+        texts,
     )
     bounds = st.lists(st.integers(0, 99), max_size=2).map(tuple)
     fragments = st.builds(
-        Fragment, names, stages, st.sampled_from(PHASES), stages, st.lists(ops, max_size=2).map(tuple),
-        port_lists, port_lists, st.lists(st.integers(0, 3), max_size=3).map(tuple),
+        Fragment,
+        names,
+        stages,
+        st.sampled_from(PHASES),
+        stages,
+        st.lists(ops, max_size=2).map(tuple),
+        port_lists,
+        port_lists,
+        st.lists(st.integers(0, 3), max_size=3).map(tuple),
     )
     reshards = st.builds(
-        Reshard, names, refs, st.sampled_from(FORMS), stages, stages, specs, specs, counts,
+        Reshard,
+        names,
+        refs,
+        st.sampled_from(FORMS),
+        stages,
+        stages,
+        specs,
+        specs,
+        counts,
         st.lists(st.builds(Piece, stages, stages, bounds, bounds), max_size=2).map(tuple),
     )
-    tasks = st.builds(Task, st.sampled_from(TASK_KINDS) | names, stages, st.none() | st.integers(0, 9), texts)
+    tasks = st.builds(
+        Task, st.sampled_from(TASK_KINDS) | names, stages, st.none() | st.integers(0, 9), texts
+    )
     meshes = st.builds(
-        StageMesh, names, names, names, st.lists(st.tuples(names, counts), max_size=2).map(tuple),
+        StageMesh,
+        names,
+        names,
+        names,
+        st.lists(st.tuples(names, counts), max_size=2).map(tuple),
         st.lists(st.integers(0, 9), max_size=3).map(tuple),
     )
 
@@ -156,8 +210,15 @@ def programs(draw):
         return tuple(draw(st.lists(what, max_size=most)))
 
     return Program(
-        draw(names), draw(st.integers(1, 8)), draw(names), some(meshes), tuple(table), tuple(micro),
-        some(fragments), some(reshards), some(st.lists(tasks, max_size=3).map(tuple)),
+        draw(names),
+        draw(st.integers(1, 8)),
+        draw(names),
+        some(meshes),
+        tuple(table),
+        tuple(micro),
+        some(fragments),
+        some(reshards),
+        some(st.lists(tasks, max_size=3).map(tuple)),
         some(st.builds(Feed, stages, stages, st.sampled_from(FORMS), specs, optional)),
         some(st.builds(Return, stages, optional, st.none() | ports())),
         some(st.builds(Result, atoms, texts, optional)),
@@ -165,10 +226,16 @@ def programs(draw):
 
 
 batch_types = st.builds(
-    BatchType, st.sampled_from(["R", "B", "S", "Z", "U"]), st.integers(-2, 2), st.none() | st.integers(0, 3)
+    BatchType,
+    st.sampled_from(["R", "B", "S", "Z", "U"]),
+    st.integers(-2, 2),
+    st.none() | st.integers(0, 3),
 )
 microbatchings = st.builds(
-    Microbatching, st.integers(1, 64), graphs(0), st.lists(batch_types, max_size=12).map(tuple),
+    Microbatching,
+    st.integers(1, 64),
+    graphs(0),
+    st.lists(batch_types, max_size=12).map(tuple),
     st.frozensets(st.integers(0, 9), max_size=4),
     st.frozensets(st.integers(0, 9), max_size=4),
     st.none() | st.builds(Refusal, texts, st.none() | st.integers(0, 9), texts, texts, texts),
@@ -197,7 +264,12 @@ def test_a_program_prints_and_parses_back(program):
 
 
 @settings(max_examples=30, deadline=None)
-@given(graphs(0) | st.none(), programs() | st.none(), microbatchings | st.none(), st.lists(st.tuples(texts, texts), max_size=2))
+@given(
+    graphs(0) | st.none(),
+    programs() | st.none(),
+    microbatchings | st.none(),
+    st.lists(st.tuples(texts, texts), max_size=2),
+)
 def test_a_bundle_prints_and_parses_back(graph, program, microbatching, notes):
     bundle = Bundle(graph=graph, program=program, microbatching=microbatching, notes=tuple(notes))
     assert parse_bundle(print_bundle(bundle)) == bundle
@@ -263,7 +335,9 @@ note "microbatches" "two, as asked"
 @pytest.mark.quick
 def test_the_example_of_every_construct_round_trips():
     bundle = parse_bundle(EXAMPLE)
-    assert bundle.graph is not None and bundle.program is not None and bundle.microbatching is not None
+    assert (
+        bundle.graph is not None and bundle.program is not None and bundle.microbatching is not None
+    )
     assert bundle.microbatching.graph is bundle.graph
     assert bundle.graph.ops[0].block == "MLP/Dense_0"
     assert bundle.graph.ops[1].inputs[1] == Literal(-math.inf, Aval("f32", (), True))
@@ -284,7 +358,25 @@ def test_mutated_text_parses_or_raises_our_own_error(parse, data):
         at = data.draw(st.integers(0, len(text)))
         length = data.draw(st.integers(0, 8))
         inserted = data.draw(
-            st.sampled_from(["", "%", "}", "{", "(", '"', "graph", "@", "|", "9" * 5000, "-", ":f32[", "#", "\\", "~"])
+            st.sampled_from(
+                [
+                    "",
+                    "%",
+                    "}",
+                    "{",
+                    "(",
+                    '"',
+                    "graph",
+                    "@",
+                    "|",
+                    "9" * 5000,
+                    "-",
+                    ":f32[",
+                    "#",
+                    "\\",
+                    "~",
+                ]
+            )
             | st.text(max_size=3)
         )
         text = text[:at] + inserted + text[at + length :]
@@ -313,9 +405,29 @@ def test_the_verifier_raises_nothing_but_its_own_error(graph, program):
 
 
 KNOWN_FIELDS = {
-    Aval: 3, Literal: 2, Handle: 2, Symbol: 1, Record: 2, Cost: 3, Op: 10, Argument: 4, Result: 3, Graph: 6,
-    BatchType: 3, Refusal: 5, Microbatching: 7, StageMesh: 5, Port: 5, Fragment: 8, Piece: 4, Reshard: 9,
-    Task: 4, Feed: 5, Return: 3, Program: 12, Bundle: 6,
+    Aval: 3,
+    Literal: 2,
+    Handle: 2,
+    Symbol: 1,
+    Record: 2,
+    Cost: 3,
+    Op: 10,
+    Argument: 4,
+    Result: 3,
+    Graph: 6,
+    BatchType: 3,
+    Refusal: 5,
+    Microbatching: 7,
+    StageMesh: 5,
+    Port: 5,
+    Fragment: 8,
+    Piece: 4,
+    Reshard: 9,
+    Task: 4,
+    Feed: 5,
+    Return: 3,
+    Program: 12,
+    Bundle: 6,
 }
 
 

@@ -83,7 +83,8 @@ def test_print_shows_what_was_asked_for(bundle):
     out = []
     run_pipeline(bundle, [SUB], [Print(("edit",), out.append, before=True)])
     assert [t.splitlines()[0] for t in out] == [
-        "// ----- before edit{old=add,new=sub} (1 of 1) -----", "// ----- after edit{old=add,new=sub} (1 of 1) -----",
+        "// ----- before edit{old=add,new=sub} (1 of 1) -----",
+        "// ----- after edit{old=add,new=sub} (1 of 1) -----",
     ]
 
 
@@ -115,7 +116,9 @@ def test_renumbering_is_no_difference_and_a_swapped_operand_is():
 
 def test_diff_in_two_columns_and_colours():
     lines = diff("a\nb\nc", "a\nc\nd")
-    assert render(lines, side=True, width=20) == "\n".join(["a         a", "b       <", "c         c", "        > d"])
+    assert render(lines, side=True, width=20) == "\n".join(
+        ["a         a", "b       <", "c         c", "        > d"]
+    )
     assert render(lines, colour=True).splitlines()[1] == "\x1b[31m- b\x1b[0m"
     long = "%0:f32[] = neg " + "%1 " * 40
     assert "…" in render(diff(long, "x"), side=True, width=40)
@@ -125,7 +128,12 @@ def test_verify_blames_the_input_the_pass_or_the_result(bundle):
     broken = bundle.replace(graph=parse_graph(TEXT.replace("add %2", "add %7")))
     for start, passes, when, note in (
         (broken, [NOTHING], "each", "found in the input, before any pass"),
-        (bundle, [SUB, Edit("sub %2", "sub %7")], "each", "found after pass 'edit', which had a valid input: a fault of that pass"),
+        (
+            bundle,
+            [SUB, Edit("sub %2", "sub %7")],
+            "each",
+            "found after pass 'edit', which had a valid input: a fault of that pass",
+        ),
         (bundle, [BAD], "end", "found in the result"),
     ):
         with pytest.raises(VerifyError) as caught:
@@ -138,7 +146,8 @@ def test_timing_and_statistics(bundle):
     watch = Time()
     run_pipeline(bundle, [SUB, NOTHING], [watch])
     assert [(t.text, t.changed, t.ops_before, t.ops_after) for t in watch.timings] == [
-        ("edit{old=add,new=sub}", ("graph",), 2, 2), ("edit{old=zzz,new=y}", (), 2, 2),
+        ("edit{old=add,new=sub}", ("graph",), 2, 2),
+        ("edit{old=zzz,new=y}", (), 2, 2),
     ]
     assert [name for _, name, _ in watch.timings[0].phases] == ["inner"]
     assert all(t.seconds >= t.phases[0][2] > 0 for t in watch.timings)
@@ -151,15 +160,22 @@ def test_timing_and_statistics(bundle):
 def test_a_dump_has_numbered_files_commands_and_a_log(bundle, tmp_path):
     folder = tmp_path / "dump"
     run_pipeline(bundle, [SUB, NOTHING, Edit("mul", "max")], [Dump(folder)])
-    assert sorted(p.name for p in folder.iterdir()) == ["000_input.hj", "001_edit.hj", "003_edit.hj", "trace.jsonl"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "000_input.hj",
+        "001_edit.hj",
+        "003_edit.hj",
+        "trace.jsonl",
+    ]
     assert (folder / "003_edit.hj").read_text().splitlines()[:2] == [
         "// after pass 3 of 3: edit{old=mul,new=max}",
         "// hetjax opt 001_edit.hj -p 'edit{old=mul,new=max}' -o 003_edit.hj",
     ]
     log = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
     assert [(e["pass"], e["file"]) for e in log] == [
-        ("", "000_input.hj"), ("edit{old=add,new=sub}", "001_edit.hj"),
-        ("edit{old=zzz,new=y}", "001_edit.hj"), ("edit{old=mul,new=max}", "003_edit.hj"),
+        ("", "000_input.hj"),
+        ("edit{old=add,new=sub}", "001_edit.hj"),
+        ("edit{old=zzz,new=y}", "001_edit.hj"),
+        ("edit{old=mul,new=max}", "003_edit.hj"),
     ]
     assert parse_bundle((folder / "000_input.hj").read_text()) == bundle
     # A second dump replaces the first and nothing else.
@@ -187,7 +203,9 @@ def test_a_reproducer_holds_the_input_and_the_rest_of_the_pipeline(bundle, tmp_p
     written = []
     for _ in range(2):
         with pytest.raises(ValueError, match="went wrong"):
-            run_pipeline(bundle, [SUB, Boom(), NOTHING], [Reproducer(None, written.append, "hetjax opt x")])
+            run_pipeline(
+                bundle, [SUB, Boom(), NOTHING], [Reproducer(None, written.append, "hetjax opt x")]
+            )
     assert [p.name for p in written] == ["hetjax-repro-boom.hj", "hetjax-repro-boom-2.hj"]
     text = written[0].read_text()
     lines = text.splitlines()
@@ -209,4 +227,9 @@ def test_the_environment_dumps_every_pipeline_of_a_run(bundle, tmp_path, monkeyp
             run_pipeline(bundle, [Edit("mul", "max")])
     folders = sorted(p for p in tmp_path.iterdir())
     assert len(folders) == 2 and all(p.name.endswith("_my_step") for p in folders)
-    assert sorted(p.name for p in folders[1].glob("*.hj")) == ["000_input.hj", "001_edit.hj", "002_input.hj", "003_edit.hj"]
+    assert sorted(p.name for p in folders[1].glob("*.hj")) == [
+        "000_input.hj",
+        "001_edit.hj",
+        "002_input.hj",
+        "003_edit.hj",
+    ]

@@ -75,8 +75,12 @@ def test_passes_run_in_order_and_instruments_are_told():
     result = run_pipeline(Bundle(), [Note("a"), Note("b c")], [log])
     assert [n for _, n in result.notes] == ["a", "b c"]
     assert log.calls == [
-        ("begin", 2), ("before", 1, "note"), ("after", 1, False),
-        ("before", 2, 'note{text="b c"}'), ("after", 2, False), ("finish", 2),
+        ("begin", 2),
+        ("before", 1, "note"),
+        ("after", 1, False),
+        ("before", 2, 'note{text="b c"}'),
+        ("after", 2, False),
+        ("finish", 2),
     ]
 
 
@@ -100,7 +104,9 @@ def test_a_failing_instrument_counts_as_the_pass_failing():
 
 
 def test_a_pass_must_return_a_bundle():
-    with pytest.raises(PassError, match=r"pass 'no-bundle': apply\(\) must return a Bundle, not NoneType"):
+    with pytest.raises(
+        PassError, match=r"pass 'no-bundle': apply\(\) must return a Bundle, not NoneType"
+    ):
         run_pipeline(Bundle(), [NoBundle()])
 
 
@@ -145,7 +151,11 @@ def test_phases_nest_and_cost_nothing_when_nobody_listens():
 def test_rewrites_are_counted_and_cut_off():
     assert rewrite("fold")
     with limit_rewrites(1) as log:
-        assert [rewrite("fold", "%1"), rewrite("fold", "%2"), rewrite("drop", "%3")] == [True, False, False]
+        assert [rewrite("fold", "%1"), rewrite("fold", "%2"), rewrite("drop", "%3")] == [
+            True,
+            False,
+            False,
+        ]
     assert log.names == [("fold", "%1"), ("fold", "%2"), ("drop", "%3")]
     with limit_rewrites(None) as log:
         assert rewrite("fold", "%1")

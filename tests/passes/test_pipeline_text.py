@@ -86,8 +86,14 @@ def test_pipelines_parse_and_print_back(text, expected):
 
 @given(
     st.builds(
-        Knobs, st.integers(), st.floats(allow_nan=False), st.booleans(), st.sampled_from(["gpipe", "1f1b"]),
-        st.text(), st.none() | st.integers(), st.lists(st.integers(), max_size=3).map(tuple),
+        Knobs,
+        st.integers(),
+        st.floats(allow_nan=False),
+        st.booleans(),
+        st.sampled_from(["gpipe", "1f1b"]),
+        st.text(),
+        st.none() | st.integers(),
+        st.lists(st.integers(), max_size=3).map(tuple),
         st.tuples(st.text(), st.integers()),
     )
 )
@@ -108,15 +114,39 @@ def test_every_value_of_every_option_round_trips(passed):
         (",knobs", 1, "expected a pass's name, found ','"),
         ("knobs{stage=4}", 7, "pass 'knobs' has no option 'stage'; did you mean 'stages'?"),
         ("knobs{stages=4,stages=5}", 23, "option 'stages' of pass 'knobs' is given twice"),
-        ("knobs{stages=four}", 14, "option 'stages' of pass 'knobs' takes a whole number, not 'four'"),
+        (
+            "knobs{stages=four}",
+            14,
+            "option 'stages' of pass 'knobs' takes a whole number, not 'four'",
+        ),
         ("knobs{stages}", 7, "option 'stages' of pass 'knobs' takes a whole number, not 'stages'"),
         ("knobs{ratio=x}", 13, "option 'ratio' of pass 'knobs' takes a number, not 'x'"),
-        ("knobs{eager=maybe}", 13, "option 'eager' of pass 'knobs' takes true or false, not 'maybe'"),
-        ("knobs{schedule=2f2b}", 16, "option 'schedule' of pass 'knobs' takes one of gpipe, 1f1b, not '2f2b'"),
-        ("knobs{limit=x}", 13, "option 'limit' of pass 'knobs' takes a whole number or none, not 'x'"),
+        (
+            "knobs{eager=maybe}",
+            13,
+            "option 'eager' of pass 'knobs' takes true or false, not 'maybe'",
+        ),
+        (
+            "knobs{schedule=2f2b}",
+            16,
+            "option 'schedule' of pass 'knobs' takes one of gpipe, 1f1b, not '2f2b'",
+        ),
+        (
+            "knobs{limit=x}",
+            13,
+            "option 'limit' of pass 'knobs' takes a whole number or none, not 'x'",
+        ),
         ("knobs{mesh=2}", 12, "option 'mesh' of pass 'knobs' takes a list (int, ...), not '2'"),
-        ("knobs{pair=(a,1,2)}", 12, "option 'pair' of pass 'knobs' takes a list (str, int), not '(a,1,2)'"),
-        ("knobs{odd=x}", 11, "option 'odd' of pass 'knobs' takes no text (its type is dict) or none, not 'x'"),
+        (
+            "knobs{pair=(a,1,2)}",
+            12,
+            "option 'pair' of pass 'knobs' takes a list (str, int), not '(a,1,2)'",
+        ),
+        (
+            "knobs{odd=x}",
+            11,
+            "option 'odd' of pass 'knobs' takes no text (its type is dict) or none, not 'x'",
+        ),
         ("knobs{stages=}", 14, "expected a value, found '}'"),
         ("knobs{stages=4", 15, "expected an option's name or '}', found the end"),
         ("knobs{mesh=(1 2)}", 15, "expected ',' or ')', found '2'"),
