@@ -26,7 +26,8 @@ from hetjax.ir.errors import CheckpointError
 
 SERVICE = "hetjax.eccheck.Agent"
 PROTOCOL = 1
-PAYLOAD_BYTES = 1 << 20  # payload of one message of bulk data
+# Payload of one message of bulk data: below, the cost of a message shows; above, it leaves the cache.
+PAYLOAD_BYTES = 2 << 20
 MAX_MESSAGE_BYTES = 32 << 20
 _HEADER_LIMIT = 8 << 20
 _LENGTH = struct.Struct("<I")

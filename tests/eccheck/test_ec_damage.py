@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import time
 
 import numpy as np
 import pytest
@@ -60,9 +61,12 @@ def test_a_damaged_chunk_is_found_told_and_repaired(fleet, damage, what):
         memory[start + used // 2 : start + used] = 0  # as if cut short
     else:
         memory[start + used // 3] ^= 0x10
-    tree, reader = _restore(client)
-    assert tree["w"].tobytes() == state["w"].tobytes() and np.array_equal(tree["b"], state["b"])
-    assert (reader.rebuilt_bytes > 0) == (what != "parity")  # parity is not read where data are good
+    for home in (0, None):  # with the host's own memory, and all over the network
+        other = Client(fleet.config(2, 2, home=home))
+        tree, reader = _restore(other)
+        assert tree["w"].tobytes() == state["w"].tobytes() and np.array_equal(tree["b"], state["b"])
+        other.close()
+    assert (reader.rebuilt_bytes > 0) == (what != "parity")  # parity is not fetched where data are good
     code, report = _cli(client, "scrub")
     assert code == 1 and {(d["agent"], d["stripe"], d["role"]) for d in report["damaged"]} == {
         (host.address, 0, role)}
@@ -112,11 +116,10 @@ def test_background_scrub_heals_by_itself(fleet, damage):
     memory = damage(host)
     good = memory[start : start + 4096].copy()
     memory[start + 9] ^= 1
-    # The agent's own clock drives the scrub; each look is a call that waits for its next report.
-    for _ in range(200):
-        client.pool.peer(host.address).call("scrub", timeout_s=5)
-        if np.array_equal(memory[start : start + 4096], good):
-            break
+    # The agent's own clock drives the scrub; each look is a call that waits for an answer.
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not np.array_equal(memory[start : start + 4096], good):
+        client.pool.peer(host.address).call("status", timeout_s=5)
     assert np.array_equal(memory[start : start + 4096], good)
     client.close()
 
