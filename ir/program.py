@@ -5,6 +5,8 @@ A step becomes, for each stage, up to one fragment per phase and level:
   prologue   once, before the microbatches: step-level values, hoisted values at full batch
   forward    once per microbatch
   backward   once per microbatch; accumulates what is summed over the batch
+  weight     once per microbatch, after the backward, where the backward is split: it passes the
+             gradient on, and this one accumulates
   update     once, after the microbatches: optimizer, metrics; level n+1 reads what other stages
              made at level n
 
@@ -24,7 +26,7 @@ from typing import Any
 
 from hetjax.ir.graph import Aval, Op, Ref, Result
 
-PHASES = ("prologue", "forward", "backward", "update")
+PHASES = ("prologue", "forward", "backward", "weight", "update")
 FORMS = ("step", "micro", "sum", "concat", "last")
 
 # One mesh axis (or several, or none) per dimension, as in a PartitionSpec with every entry spelled out.
@@ -112,7 +114,7 @@ class Fragment:
 
     @property
     def per_microbatch(self) -> bool:
-        return self.phase in ("forward", "backward")
+        return self.phase in ("forward", "backward", "weight")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ _KINDS_OF_PHASE = {
     "prologue": ("prologue",),
     "forward": ("F",),
     "backward": ("B", "I", "W"),
+    "weight": ("W",),
     "update": ("update",),
 }
 
@@ -97,14 +98,18 @@ def runs(c: Context) -> Iterator[Found]:
     for tasks in program.tasks:
         for t in tasks:
             by_work.setdefault((_group(t.kind), t.work), Counter())[t.microbatch] += 1
+    apart = {f.stage for f in program.fragments if f.phase == "weight"}
     for f in program.fragments:
-        split = ("I", f.name) in by_work or ("W", f.name) in by_work
-        for group in ("I", "W") if split else ("run",):
+        halved = ("I", f.name) in by_work or ("W", f.name) in by_work
+        groups = ("I", "W") if halved else ("run",)
+        if f.phase == "weight" or f.stage in apart and halved:  # each half is a fragment of its own
+            groups = ("W",) if f.phase == "weight" else ("I",)
+        for group in groups:
             found = by_work.get((group, f.name), Counter())
             name = (
-                f"the {group} half of fragment {f.name} runs"
-                if split
-                else f"fragment {f.name} runs"
+                f"fragment {f.name} runs"
+                if len(groups) == 1
+                else f"the {group} half of fragment {f.name} runs"
             )
             yield from _runs_problem(name, found, program, f.per_microbatch)
     for r in program.reshards:
@@ -178,6 +183,7 @@ def reads(c: Context) -> Iterator[Found]:
     fragments = {f.name: f for f in program.fragments}
     reshards = {r.name: r for r in program.reshards}
     made = {r for f in program.fragments for op in f.ops for r in op.outputs}
+    phases = {(f.stage, f.phase) for f in program.fragments}
     for stage, tasks in enumerate(program.tasks):
         held = _Held(program, stage)
         for i, task in enumerate(tasks):
@@ -203,14 +209,15 @@ def reads(c: Context) -> Iterator[Found]:
                             f"{where} reads %{port.ref}, which another stage makes and no reshard brings; "
                             "run the pass 'insert-reshards'"
                         )
-                if task.kind != "W":  # W only adds weight gradients; they count when it ends
+                if task.kind != "W" or fragment.phase == "weight":
+                    halved = task.kind == "I" and (fragment.stage, "weight") not in phases
                     _give(
                         held,
                         fragment,
                         task,
-                        tuple(p for p in fragment.outputs if task.kind != "I" or p.form != "sum"),
+                        tuple(p for p in fragment.outputs if not halved or p.form != "sum"),
                     )
-                else:
+                else:  # W only adds weight gradients; they count when it ends
                     _give(
                         held, fragment, task, tuple(p for p in fragment.outputs if p.form == "sum")
                     )

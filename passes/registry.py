@@ -45,6 +45,7 @@ PASSES: dict[str, str] = {
     "one-microbatch": "hetjax.passes.one_microbatch:OneMicrobatch",
     "plan-stages": "hetjax.passes.plan_stages:PlanStages",
     "cut-stages": "hetjax.passes.cut_stages:CutStages",
+    "split-backward": "hetjax.passes.split_backward:SplitBackward",
     "shard-stages": "hetjax.passes.shard_stages:ShardStages",
     "insert-reshards": "hetjax.passes.insert_reshards:InsertReshards",
     "schedule": "hetjax.passes.schedule_tasks:Schedule",

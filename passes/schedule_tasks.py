@@ -20,6 +20,7 @@ from hetjax.passes.schedules import (
 from hetjax.passes.schedules.auto import choose
 from hetjax.passes.schedules.flush import TaskLists, warmup_lists
 from hetjax.passes.simulator_program import pipeline_costs
+from hetjax.passes.split_backward import is_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,9 @@ def schedule_tasks(
       warmups: forwards before the first backward, per stage, where a plan has decided them.
 
     Raises:
-      PlanError: the schedule is unknown, it splits the backward, which fragments do not, or the step goes back from update to forward, which more
-        than one microbatch cannot follow.
+      PlanError: the schedule is unknown, it splits the backward and the fragments do not (run
+        split-backward), or the step goes back from update to forward, which more than one microbatch
+        cannot follow.
     """
     num_stages = len(program.meshes)
     seconds = stage_s or [1.0] * num_stages
@@ -81,22 +83,23 @@ def schedule_tasks(
         links = pipeline_costs(program, cluster, {})
         costs = costs.replace(
             latency_s=links.latency_s, serialisation_s=links.serialisation_s, lines=links.lines)
-    compute = _compute(kind, costs, warmups)  # checks the name, also where one microbatch leaves no choice
     if program.num_microbatches == 1:
+        schedule_info(kind)  # checks the name, though one microbatch leaves no choice
         order: list[list[tuple[str, int | None, Fragment]]] = [
             [(_kind(f), None, f) for f in program.fragments if f.stage == s]
             for s in range(num_stages)
         ]
     else:
+        compute = _compute(kind, costs, warmups, is_split(program))
         order = [_microbatched(program, s, compute[s]) for s in range(num_stages)]
     weave = _Weaver(program)
     return tuple(tuple(weave.stage(s, items)) for s, items in enumerate(order))
 
 
-def _compute(kind: str, costs: PipelineCosts, warmups: tuple[int, ...]) -> TaskLists:
+def _compute(kind: str, costs: PipelineCosts, warmups: tuple[int, ...], split: bool) -> TaskLists:
     if kind == "auto":
-        return choose(costs, split=False)[1]
-    if schedule_info(kind).split:
+        return choose(costs, split=split)[1]
+    if schedule_info(kind).split and not split:
         whole = [n for n, i in SCHEDULES.items() if not i.split and costs.placement in i.placements]
         raise PlanError(
             f"schedule {kind} runs the backward in two halves, and this program's backward fragments are"
@@ -109,14 +112,16 @@ def _compute(kind: str, costs: PipelineCosts, warmups: tuple[int, ...]) -> TaskL
 
 
 def _kind(fragment: Fragment) -> str:
-    return {"prologue": "prologue", "forward": "F", "backward": "B", "update": "update"}[fragment.phase]
+    return {
+        "prologue": "prologue", "forward": "F", "backward": "B", "weight": "W", "update": "update",
+    }[fragment.phase]
 
 
 def _microbatched(
     program: Program, s: int, compute: tuple[Task, ...]
 ) -> list[tuple[str, int | None, Fragment]]:
     mine = [f for f in program.fragments if f.stage == s]
-    by_kind = {"F": [f for f in mine if f.phase == "forward"], "B": [f for f in mine if f.phase == "backward"]}
+    by_kind = {k: [f for f in mine if f.phase == p] for k, p in (("F", "forward"), ("I", "backward"), ("W", "weight"))}
     for fragments in by_kind.values():
         if len(fragments) > 1:
             raise PlanError(
@@ -127,7 +132,12 @@ def _microbatched(
     items: list[tuple[str, int | None, Fragment]] = [
         ("prologue", None, f) for f in mine if f.phase == "prologue"
     ]
-    items += [(t.kind, t.microbatch, f) for t in compute for f in by_kind.get(t.kind, ())]
+    whole = by_kind["I"] + by_kind["W"]
+    for t in compute:
+        if t.kind == "B" and by_kind["W"]:  # a whole backward of a stage that has it in two fragments
+            items += [("W" if f.phase == "weight" else "I", t.microbatch, f) for f in whole]
+        else:
+            items += [(t.kind, t.microbatch, f) for f in (whole if t.kind == "B" else by_kind[t.kind])]
     return items + [("update", None, f) for f in mine if f.phase == "update"]
 
 

@@ -162,7 +162,7 @@ def pipeline_costs(
       max_in_flight: per stage, see `PipelineCosts`.
     """
     stages = len(program.meshes)
-    seconds = {phase: [0.0] * stages for phase in ("prologue", "forward", "backward", "update")}
+    seconds = {phase: [0.0] * stages for phase in ("prologue", "forward", "backward", "weight", "update")}
     for f in program.fragments:
         seconds[f.phase][f.stage] += work_s.get(f.name, 0.0)
     prices = program_transfers(program, cluster)
@@ -183,7 +183,8 @@ def pipeline_costs(
         for way in (0, 1):
             crossing.setdefault((b, way), (0.0, 0.0, (f"{b + way}>{b + 1 - way}",)))
     return PipelineCosts(
-        tuple(seconds["forward"]), tuple(seconds["backward"]), program.num_microbatches,
+        tuple(seconds["forward"]),
+        tuple(i + w for i, w in zip(seconds["backward"], seconds["weight"])), program.num_microbatches,
         tuple(max(crossing[b, 0][1], crossing[b, 1][1]) for b in boundaries),
         tuple(max(crossing[b, 0][0], crossing[b, 1][0]) for b in boundaries),
         None if max_in_flight is None else tuple(max_in_flight),

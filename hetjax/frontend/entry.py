@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hetjax.frontend.calls import Returned, Structure
@@ -10,7 +10,7 @@ from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Graph, Literal
 from hetjax.ir.program import Program
-from hetjax.runtime.compiler import compile_program
+from hetjax.runtime.compiler import CompiledFragment, compile_program
 from hetjax.runtime.executor import Executor
 from hetjax.runtime.feeding import Feeder
 from hetjax.runtime.meshes import jax_mesh, named_sharding
@@ -35,6 +35,8 @@ class Entry:
         self.executor: Executor | None = None
         self._feeder: Feeder | None = None
         self._devices: tuple[Any, ...] = ()
+        self._fragments: Mapping[str, CompiledFragment] = {}
+        self._meshes: Sequence[Any] = ()
 
     def compile(self, devices: Sequence[Any], progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compiles the program for devices, once.
@@ -42,10 +44,18 @@ class Entry:
         Raises:
           LoweringError: a fragment cannot be lowered or compiled.
         """
-        if self.executor is not None:
-            return
-        self._devices = tuple(devices)
-        fragments, meshes = compile_program(self.program, devices, progress)
+        if self.executor is None:
+            fragments, meshes = compile_program(self.program, devices, progress)
+            self._install(fragments, meshes, devices)
+
+    def adopt(self, other: Entry) -> None:
+        """Runs what another entry has compiled: the same fragments, with this program's task lists."""
+        self._install(other._fragments, other._meshes, other._devices)
+
+    def _install(
+        self, fragments: Mapping[str, CompiledFragment], meshes: Sequence[Any], devices: Sequence[Any]
+    ) -> None:
+        self._fragments, self._meshes, self._devices = fragments, meshes, tuple(devices)
         cap = any(d.platform == "cpu" for d in devices)
         self.executor = Executor(self.program, fragments, meshes, cap)
         self._feeder = Feeder(self.graph, self.program, self.executor)

@@ -156,6 +156,8 @@ class Executor:
                 continue
             unit = fragments[task.work]
             stage = unit.fragment.stage
+            if not unit.function.outputs:  # the input gradient of a first stage
+                continue
             if unit.zeros is not None and task.work not in started:
                 started.add(task.work)
                 slots = tuple(self._slot(stage, *slot) for slot, _, _ in unit.function.accumulators)

@@ -208,7 +208,7 @@ def stage_memory(graph: Graph, program: Program, stage: int, in_flight: int) -> 
             if port.ref not in made and port.ref not in fed:
                 key = (port.ref, port.form)
                 received[key] = port_bytes(program, fragment, port, given=False)
-            if fragment.phase == "backward":
+            if fragment.phase in ("backward", "weight"):
                 backward_reads.add(port.ref)
         if fragment.per_microbatch:
             temporaries = max(temporaries, memory.temporary_bytes)

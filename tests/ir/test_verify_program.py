@@ -116,7 +116,7 @@ def test_a_program_without_task_lists_is_not_asked_for_them():
 FAULTS = [
     ("names", "fragment s1/forward on 1", "fragment s0/forward on 1", "two fragments or reshards are called s0/forward"),
     ("names", "microbatches 2", "microbatches 0", "microbatches is 0; it must be at least 1"),
-    ("names", "s1/forward on 1 forward", "s1/forward on 1 fwd", "fragment s1/forward has phase 'fwd'; phases are prologue, forward, backward, update"),
+    ("names", "s1/forward on 1 forward", "s1/forward on 1 fwd", "fragment s1/forward has phase 'fwd'; phases are prologue, forward, backward, weight, update"),
     ("names", "s1/forward on 1", "s1/forward on 7", "fragment s1/forward is on stage 7, but there are 2 meshes"),
     ("names", "%6:f32[8,4] sum\n", "%6:f32[8,4] last\n", "fragment s0/backward gives %6 as 'last'; it may be step, micro, sum"),
     ("names", "x2:s0>s1 micro from 0", "x2:s0>s1 concat from 0", "reshard x2:s0>s1 carries its value as 'concat'; it may be step, micro, sum, last"),
