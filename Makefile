@@ -46,7 +46,7 @@ nightly: $(VENV)/installed-dev ## The longer searches, left out of `make test`
 
 lint: $(VENV)/installed-dev ## ruff and pyright
 	$(BIN)/ruff check $(CODE)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs-check: $(VENV)/installed-dev ## Every path, command and make target named in the documents exists
 	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)

@@ -228,16 +228,23 @@ def _blocks(graph: Graph, cuts: Sequence[Candidate], s: int) -> tuple[str, ...]:
     stop = cuts[s].op if s < len(cuts) else len(graph.ops)
     forward = [(i, op.block) for i, op in enumerate(graph.ops) if op.region == "forward" and op.block]
     depth = _split_depth([block for _, block in forward], len(cuts) + 1)
-    short = ["/".join(b.split("/")[: depth + 1]) for i, b in forward if start <= i < stop]
+    short = [_shorten(b, depth) for i, b in forward if start <= i < stop]
     names = list(dict.fromkeys(short))
     return tuple(n for n in names if not any(other.startswith(n + "/") for other in names))
+
+
+def _shorten(block: str, depth: int) -> str:
+    """Returns the path down to a depth, and the number with it where that is a list: "blocks/3"."""
+    parts = block.split("/")
+    numbered = len(parts) > depth + 1 and parts[depth + 1].isdigit()
+    return "/".join(parts[: depth + 1 + numbered])
 
 
 def _split_depth(blocks: Sequence[str], num_stages: int) -> int:
     """Returns the least depth at which there are two module paths a stage, or the greatest there is."""
     depth = 0
     while True:
-        names = {"/".join(b.split("/")[: depth + 1]) for b in blocks}
+        names = {_shorten(b, depth) for b in blocks}
         deeper = any(len(b.split("/")) > depth + 1 for b in blocks)
         if len(names) >= 2 * num_stages or not deeper:
             return depth

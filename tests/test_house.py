@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import pathlib
 import pkgutil
@@ -251,3 +252,40 @@ def test_type_checkers_see_the_names_that_run():
     runs = hetjax._EXPORTS | {name: module.rpartition(".")[0] for name, module in hetjax._MODULES.items()}
     assert seen == runs
     assert set(hetjax.__all__) == {*runs, "__version__"}
+@pytest.mark.quick
+def test_parallelize_imports_no_optional_library():
+    loaded = json.loads(
+        fresh("import hetjax, sys, json; hetjax.parallelize; print(json.dumps(sorted(sys.modules)))")
+    )
+    heavy = sorted({m.split(".")[0] for m in loaded} & set(HEAVY))
+    assert not heavy
+
+
+@pytest.mark.quick
+def test_every_public_name_works_after_every_submodule_was_imported():
+    assert set(submodules()) == set(MODULES) - {"hetjax", "hetjax.__main__"}
+    missing = []
+    for name in submodules():
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            if error.name is None or error.name.split(".")[0] not in EXTRAS:
+                raise
+            missing.append(error.name)
+    for name in hetjax.__all__:
+        value = getattr(hetjax, name)
+        if name in hetjax._EXPORTS:
+            assert callable(value), f"hetjax.{name} is {value!r}"
+            assert value.__name__ == name
+    assert len(set(missing)) <= len(EXTRAS)
+
+
+@pytest.mark.quick
+def test_every_command_is_registered_once_and_helps():
+    from hetjax.cli.main import COMMANDS, cli
+
+    for name in COMMANDS:
+        command = cli.get_command(None, name)  # type: ignore[arg-type]
+        assert command is not None
+        assert command.name == name
+        assert command.help, f"hetjax {name} says nothing about itself"

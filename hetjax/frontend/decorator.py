@@ -192,7 +192,7 @@ class ParallelFunction:
             pairs = [(i, a, b) for i, (a, b) in enumerate(zip(before[1], key[1])) if a != b]
             entry = self._entries[before]
             change = "; ".join(
-                f"{entry.graph.inputs[i].path} from {a[1]}{list(a[0])} to {b[1]}{list(b[0])}"
+                f"{entry.graph.inputs[i].path} from {_type_text(a)} to {_type_text(b)}"
                 for i, a, b in pairs[:4]
             )
         warnings.warn(
@@ -315,6 +315,11 @@ class ParallelFunction:
                 "ShapeDtypeStructs"
             )
         return self._latest
+
+
+def _type_text(leaf_type: tuple[Any, ...]) -> str:
+    shape, dtype, weak_type = leaf_type
+    return f"{'weakly typed ' * weak_type}{dtype}{list(shape)}"
 
 
 class Lowered:

@@ -1,0 +1,228 @@
+"""`hetjax check`: plain jit and hetjax side by side, every leaf compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hetjax.cli.devices import ensure_devices, force_cpu_devices
+from hetjax.cli.main import EXIT_GOOD, EXIT_NEGATIVE, EXIT_REFUSED
+from hetjax.ir.errors import HetjaxError, LoweringError, MicrobatchError
+
+if TYPE_CHECKING:
+    from hetjax.frontend.compare import Difference
+    from hetjax.frontend.parity import StepParity
+
+NUM_WORST = 8
+
+
+@click.command("check")
+@click.argument("target", metavar="FILE.py:build")
+@click.option("--cluster", "cluster", metavar="FILE", help="Cluster as TOML; the local devices when left out.")
+@click.option("--stages", type=click.IntRange(1), help="Number of pipeline stages.")
+@click.option("--microbatches", type=click.IntRange(1), help="Number of microbatches.")
+@click.option("--mesh", metavar="D,M", help='Data and model axis of each stage: "2,1", or "2,1;3,2" per stage.')
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
+@click.option("--rtol", type=float, help="Relative bound, in place of the one by dtype (f32: 1e-6).")
+@click.option("--atol", type=float, help="Bound relative to the largest leaf of the tree (f32: 1e-7).")
+@click.option("--per-microbatch", is_flag=True, help="Accept a step whose meaning is per microbatch.")
+@click.option("--rehearse", is_flag=True, help="Run the cluster's plan on CPU devices.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(
+    target: str, cluster: str | None, stages: int | None, microbatches: int | None, mesh: str | None,
+    steps: int, rtol: float | None, atol: float | None, per_microbatch: bool, rehearse: bool, as_json: bool,
+) -> int:
+    """Run plain jit and hetjax side by side and compare every leaf of outputs and state.
+
+    build() returns (step, state, batches, meta). meta["framework"] is "linen" (the default) for
+    step(state, batch) -> (state, out), or "nnx" for step(objects, batch) -> out that mutates its objects,
+    or "nnx-jaxjit" for step(objects, batch) -> (state, out).
+
+    Equal means, per leaf: max|difference| <= rtol * max|leaf| + atol * max|tree|. In f32 rtol is 1e-6 and
+    atol 1e-7; what an optimizer keeps of the gradient has rtol 1e-5; a step that computes in bf16 has 1e-3,
+    in fp16 1e-4. Integers, booleans, keys, shapes, dtypes and weak types are exact. Under Adam and its kin
+    a parameter whose gradient is rounding noise is judged by its moments. max_rel is the largest difference
+    in units of the bound, times rtol: at most rtol when equal.
+
+    Exit codes: 0 equal; 1 unequal, or wrong input (JSON "ok" and "error" tell which); 3 refused.
+    """
+    try:
+        report, code = _check(
+            target, steps, _tolerance(rtol, atol),
+            needed=_devices_needed(stages, mesh),
+            options={
+                "cluster": cluster, "num_stages": stages, "num_microbatches": microbatches, "mesh": mesh,
+                "per_microbatch": per_microbatch, "rehearse": rehearse,
+            },
+            progress=None if as_json else lambda line: click.echo(line, err=True),
+        )
+    except (click.ClickException, HetjaxError) as error:
+        if as_json:
+            message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+            click.echo(json.dumps({"ok": False, "refused": False, "error": message}))
+        raise
+    if as_json:
+        click.echo(json.dumps(_finite(report)))
+    else:
+        _print(report)
+    return code
+
+
+def _check(
+    target: str, num_steps: int, tolerance: Any, *, needed: int, options: dict[str, Any],
+    progress: Callable[[str], None] | None,
+) -> tuple[dict[str, Any], int]:
+    force_cpu_devices(max(8, needed))
+    import hetjax
+    from hetjax.cli.target import load_case
+    from hetjax.frontend.parity import side_by_side
+
+    notes = [n for n in (ensure_devices(needed) if options["cluster"] is None else "",) if n]
+    case = load_case(target)
+    report: dict[str, Any] = {
+        "ok": False, "refused": False, "name": case.meta.get("name", target), "steps": 0,
+        "max_abs": None, "max_rel": None, "worst": [], **_bounds(tolerance, None),
+        "stages": None, "microbatches": None, "bytes_between_stages": None, "groups": [], "notes": notes,
+    }
+    given = {k: v for k, v in options.items() if v not in (None, False)}
+    if case.meta.get("donate"):
+        given["donate"] = bool(case.meta["donate"])
+    done: list[StepParity] = []
+    try:
+        parallel = hetjax.parallelize(case.step, **given)
+        for parity in side_by_side(case, parallel, num_steps, tolerance=tolerance):
+            done.append(parity)
+            if progress:
+                progress(f"step {parity.step}: {'equal' if parity.ok else 'UNEQUAL'}")
+    except (MicrobatchError, LoweringError) as error:
+        report |= {
+            "refused": True, "reason": getattr(error, "reason", str(error)), "error": str(error),
+            "equation": getattr(error, "equation", ""), "module": getattr(error, "module_path", ""),
+            "source": getattr(error, "source", ""),
+        }
+        return report, EXIT_REFUSED
+    report |= _summary(done, tolerance)
+    stats = parallel.stats()
+    report |= {k: stats[k] for k in ("stages", "microbatches", "bytes_between_stages")}
+    return report, EXIT_GOOD if report["ok"] else EXIT_NEGATIVE
+
+
+def _summary(done: list[StepParity], tolerance: Any) -> dict[str, Any]:
+    from hetjax.frontend.compare import worst
+
+    flat = [(p.step, d) for p in done for d in p.differences]
+    differences = [d for _, d in flat]
+    step_of = {id(d): step for step, d in flat}
+    float_leaves = [d for d in differences if d.rule not in ("exact", "structure")]
+    unequal = [d for d in differences if not d.ok]
+    shown = worst(unequal or float_leaves, NUM_WORST)
+    groups = []
+    for name in dict.fromkeys(d.group for d in differences):
+        members = [d for d in differences if d.group == name]
+        top = worst(members, 1)[0]
+        groups.append({
+            "group": name, "leaves": len(members) // len(done), "rules": sorted({d.rule for d in members}),
+            "max_abs": max(d.max_abs for d in members), "of_bound": top.excess, "ok": top.ok,
+        })
+    notes = sorted({f"{d.path}: {d.note}" for d in differences if d.note and d.ok})
+    if any(d.rule == "normalised" for d in differences):
+        notes.append(
+            "the optimizer divides by the size of the gradient: parameters whose gradient is rounding noise "
+            "were judged by their moments (rule 'normalised')"
+        )
+    only_parameters = unequal and all(d.rule == "leaf" and d.path.startswith("state/") for d in unequal)
+    if only_parameters and any(d.rule == "moment" for d in differences):
+        notes.append(
+            "only parameters differ and every moment is equal: an optimizer that normalises in a way not known "
+            "here amplifies rounding; compare with optax.sgd, or give --rtol"
+        )
+    return {
+        "ok": not unequal, "steps": len(done), "notes": notes,
+        "max_abs": max((d.max_abs for d in differences), default=0.0),
+        "max_rel": max((d.max_rel for d in differences), default=0.0),
+        "worst": [{"step": step_of[id(d)], **_leaf(d)} for d in shown],
+        "groups": groups, **_bounds(tolerance, done[0].computed_in),
+    }
+
+
+def _leaf(d: Difference) -> dict[str, Any]:
+    return {
+        "path": d.path, "rule": d.rule, "max_abs": d.max_abs, "max_rel": d.max_rel, "size": d.size,
+        "allowed": d.allowed, "ok": d.ok, "note": d.note,
+    }
+
+
+def _bounds(tolerance: Any, computed_in: Any) -> dict[str, float]:
+    from hetjax.frontend.compare import F32
+
+    bound = tolerance or computed_in or F32
+    return {"rtol": bound.rtol, "atol": bound.atol}
+
+
+def _tolerance(rtol: float | None, atol: float | None) -> Any:
+    """Returns the bounds given, or None for the defaults; one of the two keeps the other at its f32 default."""
+    from hetjax.frontend.compare import F32, Tolerance
+
+    if rtol is None and atol is None:
+        return None
+    for name, value in (("--rtol", rtol), ("--atol", atol)):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise click.BadParameter(f"must be a finite number that is not negative, not {value}", param_hint=name)
+    return Tolerance(F32.rtol if rtol is None else rtol, F32.atol if atol is None else atol)
+
+
+def _devices_needed(stages: int | None, mesh: str | None) -> int:
+    """Returns how many devices a request takes at least; a mesh that cannot be read is left to its own error."""
+    try:
+        sizes = [math.prod(int(n) for n in part.split(",")) for part in (mesh or "1").split(";")]
+    except ValueError:
+        return stages or 1
+    return sum(sizes) if len(sizes) > 1 else sizes[0] * (stages or 1)
+
+
+def _finite(value: Any) -> Any:
+    """Returns the value with infinities and NaN as strings: JSON has neither."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    console = Console(file=sys.stdout, soft_wrap=True)
+    if report["refused"]:
+        console.print(f"[bold yellow]refused[/]: {report['reason']}", highlight=False)
+        for key in ("equation", "module", "source"):
+            if report[key]:
+                console.print(f"  {key:9} {report[key]}", highlight=False, markup=False)
+        if report["error"] != report["reason"]:
+            console.print(report["error"], highlight=False, markup=False)
+        return
+    table = Table(Column("tree", overflow="fold"), "leaves", "judged by", "max difference", "of its bound", "", title=f"{report['name']}: {report['steps']} steps")
+    for group in report["groups"]:
+        table.add_row(
+            group["group"], str(group["leaves"]), ", ".join(group["rules"]), f"{group['max_abs']:.3g}",
+            f"{group['of_bound']:.3g}", "equal" if group["ok"] else "[bold red]UNEQUAL[/]",
+        )
+    console.print(table)
+    if not report["ok"]:
+        leaves = Table("step", Column("leaf", overflow="fold"), "rule", "max difference", "allowed", "size", "", title="worst leaves")
+        for leaf in report["worst"]:
+            leaves.add_row(
+                str(leaf["step"]), leaf["path"], leaf["rule"], f"{leaf['max_abs']:.3g}", f"{leaf['allowed']:.3g}",
+                f"{leaf['size']:.3g}", leaf["note"],
+            )
+        console.print(leaves)
+    for note in report["notes"]:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    ran = f"{report['stages']} stages, {report['microbatches']} microbatches, {report['bytes_between_stages']} bytes between stages a step"
+    console.print(f"{'[bold green]equal[/]' if report['ok'] else '[bold red]unequal[/]'}: {ran}", highlight=False)
