@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -19,6 +21,9 @@ from hetjax.passes.manager import ambient
 from hetjax.passes.one_microbatch import one_microbatch
 from hetjax.passes.pipeline import analyse, lower
 from hetjax.passes.plan_stages import Request, batch_size_of, plan_stages, stage_devices
+
+# Frames of hetjax itself are not the user's.
+_HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +151,24 @@ def _prove(graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool
         lines = str(error).strip().splitlines()
         refusal = Refusal(
             f"it cannot be traced with {num} times fewer examples ({type(error).__name__}: "
-            f"{lines[0] if lines else 'no message'}); a batch size may be written into it"
+            f"{lines[0] if lines else 'no message'}); a batch size may be written into it",
+            source=_raised_at(error),
         )
         return Microbatching(num, graph, one_microbatch(graph).types, refusal=refusal)
     if small is None:
         raise PlanError("nothing was traced")
     micro = prove(graph, small, num)
     return prove(graph, small, num, accept=True) if micro.refusal is not None and accept else micro
+
+
+def _raised_at(error: Exception) -> str:
+    """Returns "file:line" of the user's innermost frame in an error's traceback, or ""."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        name = frame.filename
+        if "site-packages" not in name and not name.startswith((_HOME, "<")):
+            found = f"{name.removeprefix(os.path.join(os.getcwd(), ''))}:{frame.lineno}"
+    return found
 
 
 def refused(refusal: Refusal, num: int) -> MicrobatchError:

@@ -86,8 +86,10 @@ def test_a_batch_size_written_into_the_step_cannot_be_split_but_runs_whole():
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), loss
 
-    with pytest.raises(MicrobatchError, match="cannot be traced with 2 times fewer examples"):
+    with pytest.raises(MicrobatchError, match="cannot be traced with 2 times fewer examples") as caught:
         hetjax.parallelize(step, num_stages=2, num_microbatches=2)(state, batch)
+    line = int(caught.value.source.rpartition(":")[2])
+    assert "einsum" in pathlib.Path(__file__).read_text().splitlines()[line - 1]
 
 
 def test_a_step_that_returns_no_state():
