@@ -136,7 +136,7 @@ class Agent:
 
     def _op_status(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         return {
-            **self.hello(), **self._op_list(header, payload),
+            **self._op_list(header, payload),
             "uptime_s": time.time() - self.started_s, "counters": dict(self.counters),
             "evictions": self.store.evictions, "last_scrub": self.last_scrub,
             "rss_bytes": _rss_bytes(),
@@ -145,7 +145,7 @@ class Agent:
     def _op_list(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         with self.store.lock:
             entries = [e.summary() for e in self.store.entries.values()]
-        return {"id": self.id, "epoch": self.store.epoch, "objects": entries}
+        return {**self.hello(), "objects": entries}
 
     def _op_fence(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         self.store.fence(int(header["epoch"]))
@@ -352,7 +352,9 @@ class Agent:
                 yield wire.pack({"s": stripe, "b": block}, self.arena.bytes[start:stop].data)
                 self.counters["sent"] += stop - start
         elif op in ("manifest", "sums"):
-            data = entry.manifest if op == "manifest" else entry.sums[int(header["stripe"])].tobytes()
+            data = entry.manifest if op == "manifest" else b"".join(
+                s.tobytes() for s in entry.sums[slice(*header["stripes"])]
+            )
             for start in range(0, len(data), wire.PAYLOAD_BYTES):
                 yield wire.pack({}, data[start : start + wire.PAYLOAD_BYTES])
         else:

@@ -8,8 +8,10 @@ ones, and that would be the trainer's stall.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
 import os
+import pathlib
 import sys
 
 import numpy as np
@@ -17,6 +19,20 @@ import numpy as np
 from hetjax.ir.errors import CheckpointError
 
 ALIGN_BYTES = 4096
+
+
+def available_bytes() -> int:
+    """Returns the memory this process may still take: the host's, or its container's if less."""
+    amounts = []
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        amounts.append(1024 * int(next(x for x in lines if x.startswith("MemAvailable")).split()[1]))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        group = pathlib.Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2]
+        folder = pathlib.Path("/sys/fs/cgroup") / group.lstrip("/")
+        limit = int((folder / "memory.max").read_text())
+        amounts.append(limit - int((folder / "memory.current").read_text()))
+    return max(0, min(amounts)) if amounts else 1 << 62
 
 
 class Arena:
@@ -36,6 +52,13 @@ class Arena:
                 "Linux (planning and optimizers work here)"
             )
         self.capacity_bytes = -(-capacity_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        # A memfd has no limit of its own: asking for too much would end in the kernel's hands.
+        room = available_bytes()
+        if self.capacity_bytes > room:
+            raise CheckpointError(
+                f"cannot hold {self.capacity_bytes} bytes in memory: {room} are available; give the "
+                "agent less (--memory, --versions) or the host or container more"
+            )
         self.fd = os.memfd_create("hetjax-eccheck", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.fd, 0, self.capacity_bytes)

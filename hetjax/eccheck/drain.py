@@ -12,7 +12,6 @@ A file is written under another name, synced and renamed: what has its final nam
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pathlib
@@ -129,9 +128,10 @@ def open_chunks(path: pathlib.Path) -> tuple[dict[str, Any], MappedSource]:
     except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         raise CheckpointError(f"{path}: {error}") from error
     ends = np.cumsum([0, *used])
-    by_stripe = [sums[a:b] for a, b in itertools.pairwise(ends)]
     offsets = [at + int(e) * layout.block_bytes for e in ends[:-1]]
-    return head, MappedSource(data, offsets, by_stripe.__getitem__, str(path))
+    return head, MappedSource(
+        data, offsets, lambda first, last: sums[ends[first] : ends[last]], str(path)
+    )
 
 
 def find_drained(directory: str, job: str) -> list[pathlib.Path]:

@@ -117,7 +117,7 @@ def encode_own_stripe(
         c: RemoteSource(pool.peer(layout.members[p]), entry.oid, timeout_of)
         for c, p in columns.items()
     }
-    sums = dict(zip(columns, (s.sums(stripe) for s in sources.values())))
+    sums = {c: s.sums(stripe, stripe + 1) for c, s in sources.items()}
     streams = {
         c: s.read([(stripe, 0, used[columns[c]][stripe])], block_bytes) for c, s in sources.items()
     }
@@ -150,9 +150,7 @@ def encode_own_stripe(
                     pushes[row].send(stripe, block, out_sums, out.data)
                     count("sent", len(out))
                 else:
-                    start, stop = entry.span(stripe, block, blocks)
-                    np.copyto(store.arena.bytes[start:stop], out)
-                    store.mark(entry, stripe, block, out_sums)
+                    store.write(entry, stripe, block, out_sums, out.data)
         for push in pushes.values():
             push.close()
     except BaseException:

@@ -68,12 +68,10 @@ class GroupReader:
         known = self._sums.get(position)
         if known is None:
             source, used = self.sources[position], self.placed.used_blocks[position]
-            known = [
-                source.sums(j) if used[j] else np.zeros(0, np.uint64) for j in range(self.layout.n)
-            ]
-            if xxh3_128_hexdigest(b"".join(s.tobytes() for s in known)) != self.digests[position]:
+            joined = source.sums(0, self.layout.n)
+            if xxh3_128_hexdigest(joined.tobytes()) != self.digests[position]:
                 raise CheckpointError(f"{source.label} has other checksums than the manifest")
-            self._sums[position] = known
+            known = self._sums[position] = np.split(joined, np.cumsum(used)[:-1])
         return known
 
     def recoverable(self) -> list[str]:
@@ -157,12 +155,17 @@ class GroupReader:
         return spared
 
     def _check_sums(self, pending: Mapping[tuple[int, int], np.ndarray]) -> None:
-        for position in sorted({p for p, _ in pending}):
-            if position not in self.dead:
-                try:
-                    self.sums(position)
-                except CheckpointError as error:
-                    self._kill(position, error)
+        positions = sorted({p for p, _ in pending} - set(self.dead) - set(self._sums))
+
+        def load(position: int) -> None:
+            try:
+                self.sums(position)
+            except CheckpointError as error:
+                self._kill(position, error)
+
+        if positions:
+            with ThreadPoolExecutor(len(positions)) as threads:
+                list(threads.map(load, positions))
 
     def _kill(self, position: int, error: BaseException) -> None:
         with self._lock:

@@ -30,6 +30,7 @@ from hetjax.ir.errors import CheckpointError
 
 MANIFEST_FILE = "hetjax_eccheck.json"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_known: dict[tuple[str, int], tuple[int, str]] = {}
 
 
 def split_directory(directory: Any) -> tuple[str, str, int]:
@@ -46,16 +47,24 @@ def split_directory(directory: Any) -> tuple[str, str, int]:
 
 def live_objects(root: str, item: str) -> tuple[list[str], list[str]]:
     """Returns the objects that finished steps of a directory refer to, and the newest of them."""
-    found: list[tuple[int, str]] = []
     base = pathlib.Path(root)
-    for step in base.iterdir() if base.is_dir() else ():
-        if _TEMPORARY in step.name:
-            continue
-        manifest = read_manifest(step / item)
-        if manifest is not None:
-            found.append((manifest.step, manifest.oid))
-    found.sort()
+    steps = [s for s in (base.iterdir() if base.is_dir() else ()) if _TEMPORARY not in s.name]
+    found = sorted(k for s in steps if (k := _step_and_object(s / item / MANIFEST_FILE)) is not None)
     return [oid for _, oid in found], [oid for _, oid in found[-1:]]
+
+
+def _step_and_object(path: pathlib.Path) -> tuple[int, str] | None:
+    """Returns what a manifest file refers to; a finished one never changes, so it is read once."""
+    try:
+        key = (str(path), path.stat().st_mtime_ns)
+    except OSError:
+        return None
+    if key not in _known:
+        manifest = read_manifest(path.parent)
+        if manifest is None:
+            return None
+        _known[key] = manifest.step, manifest.oid
+    return _known[key]
 
 
 def read_manifest(directory: Any) -> Manifest | None:

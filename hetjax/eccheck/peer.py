@@ -154,9 +154,11 @@ class Peer:
             parts.append(payload)
         return b"".join(parts)
 
-    def sums(self, oid: str, stripe: int, *, timeout_s: float) -> np.ndarray:
-        """Returns the block checksums of one chunk, uint64."""
-        data = self.blob("sums", oid=oid, stripe=stripe, timeout_s=timeout_s, limit_bytes=1 << 30)
+    def sums(self, oid: str, first: int, last: int, *, timeout_s: float) -> np.ndarray:
+        """Returns the block checksums of the chunks of stripes first..last-1, one after the other."""
+        data = self.blob(
+            "sums", oid=oid, stripes=[first, last], timeout_s=timeout_s, limit_bytes=1 << 30
+        )
         return np.frombuffer(data, np.uint64)
 
 

@@ -34,6 +34,8 @@ class Found:
       files: (group, position) -> drained files.
       damaged: (group, position) -> blocks a scrub found bad.
       num_bytes: memory it takes over all holders.
+      created_s: wall clock at the save.
+      ids: address -> which agent answered there.
       manifest: once read.
     """
 
@@ -47,6 +49,7 @@ class Found:
     damaged: dict[tuple[int, int], int] = field(default_factory=dict)
     num_bytes: int = 0
     created_s: float = 0.0
+    ids: dict[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
 
     def missing(self) -> list[str]:
@@ -103,7 +106,7 @@ def survey(
 
     Args:
       client: connections.
-      drain_dir: where drained files may lie; "" for nowhere.
+      drain_dir: where drained files may lie; "" for where the agents drain to, if they do.
       name: only objects of this name.
       manifests: read each object's manifest too; objects whose manifest nobody can give are left
         out.
@@ -148,6 +151,10 @@ def survey(
             found.num_bytes += int(summary["bytes"])
             if summary["damaged"]:
                 found.damaged[place_] = len(summary["damaged"])
+    ids = {a: str(r["id"]) for a, r in replies if not isinstance(r, CheckpointError)}
+    drain_dir = drain_dir or next(
+        (str(r["drain_dir"]) for _, r in replies if isinstance(r, dict) and r["drain_dir"]), ""
+    )
     if drain_dir:
         _add_drained(objects, committed, drain_dir, client.config.job, name)
     result = []
@@ -159,6 +166,7 @@ def survey(
                 found.manifest = _read_manifest(client, found)
             except CheckpointError:
                 continue
+        found.ids = ids
         result.append(found)
     result.sort(key=lambda f: (f.step, f.epoch, f.created_s), reverse=True)
     alive = [a for a, r in replies if not isinstance(r, CheckpointError)]
@@ -258,13 +266,7 @@ class ObjectReader:
                 sources[position] = open_chunks(path)[1]
         config = client.config
         local = client.local()
-        mine = ""
-        if local is not None:
-            replies = client.pool.each(
-                sorted({a for (g, _), a in found.holders.items() if g == group}),
-                lambda a: client.pool.peer(a).call("hello", timeout_s=config.rpc_timeout_s)[0],
-            )
-            mine = next((a for a, r in replies if isinstance(r, dict) and r["id"] == local.agent_id), "")
+        mine = next((a for a, i in found.ids.items() if local and i == local.agent_id), "")
         for (g, position), address in found.holders.items():
             if g != group:
                 continue

@@ -26,9 +26,7 @@ def _fill(agent: Agent, entry: Entry, reader: GroupReader, wanted: dict[int, np.
         if position != entry.position:
             return
         agent.pace(len(data) * entry.layout.k)
-        start, stop = entry.span(stripe, block, len(data) // size)
-        np.copyto(agent.arena.bytes[start:stop], data)
-        agent.store.mark(entry, stripe, block, block_sums(data, size))
+        agent.store.write(entry, stripe, block, block_sums(data, size), data.data)
 
     reader.fetch({(entry.position, s): m for s, m in wanted.items()}, deliver)
     total = sum(int(m.sum()) for m in wanted.values()) * size

@@ -26,8 +26,8 @@ class Source(Protocol):
         """Yields (stripe, first block, bytes) of whole blocks, covering the runs in order."""
         ...
 
-    def sums(self, stripe: int) -> np.ndarray:
-        """Returns the sums of a chunk's blocks as the holder knows them, uint64."""
+    def sums(self, first: int, last: int) -> np.ndarray:
+        """Returns the sums of the blocks of stripes first..last-1 as the holder knows them, uint64."""
         ...
 
 
@@ -66,8 +66,8 @@ class RemoteSource:
         for header, payload in stream:
             yield int(header["s"]), int(header["b"]), payload
 
-    def sums(self, stripe: int) -> np.ndarray:
-        return self.peer.sums(self.oid, stripe, timeout_s=self.timeout_of(0))
+    def sums(self, first: int, last: int) -> np.ndarray:
+        return self.peer.sums(self.oid, first, last, timeout_s=self.timeout_of(0))
 
 
 class MappedSource:
@@ -76,7 +76,7 @@ class MappedSource:
     Args:
       data: the bytes, uint8.
       chunk_offsets: start of each stripe's chunk in it.
-      sums_of: stripe -> sums.
+      sums_of: (first stripe, last) -> sums.
       label: name for messages.
     """
 
@@ -88,5 +88,5 @@ class MappedSource:
             start = self.chunk_offsets[stripe] + block * block_bytes
             yield stripe, block, self.data[start : start + count * block_bytes].data
 
-    def sums(self, stripe: int) -> np.ndarray:
-        return self.sums_of(stripe)
+    def sums(self, first: int, last: int) -> np.ndarray:
+        return self.sums_of(first, last)

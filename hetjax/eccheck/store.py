@@ -59,6 +59,8 @@ class Entry:
       manifest: the object's manifest, once prepared.
       damaged: (stripe, block) found bad by a scrub and not yet repaired.
       created_s: wall clock at the save.
+      lock: held while bytes are written; `freed` is set under it.
+      freed: the memory belongs to something else now.
     """
 
     oid: str
@@ -77,6 +79,8 @@ class Entry:
     manifest: bytes = b""
     damaged: set[tuple[int, int]] = field(default_factory=set)
     created_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    freed: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -157,8 +161,9 @@ class Store:
                 )
             if epoch > self.epoch:
                 self.epoch = epoch
+                # What is prepared may be committed elsewhere: the next save says whether it stays.
                 for entry in list(self.entries.values()):
-                    if entry.state != COMMITTED and entry.epoch < epoch:
+                    if entry.state == OPEN and entry.epoch < epoch:
                         self.drop(entry.oid)
 
     def get(self, oid: str, *states: str) -> Entry:
@@ -201,11 +206,13 @@ class Store:
             if not 0 <= position < layout.n:
                 raise Refused("invalid_argument", f"position {position} of {layout.n}")
             for entry in list(self.entries.values()):
-                unfinished = entry.state != COMMITTED
-                if entry.name == name and entry.oid not in protect and (
-                    unfinished or entry.oid not in live
-                ):
+                if entry.name != name:
+                    continue
+                if entry.oid not in protect and entry.oid not in live:
                     self.drop(entry.oid)
+                elif entry.state == PREPARED:
+                    # The coordinator counts it among the committed: the word was lost on its way.
+                    entry.state = COMMITTED
             entry = self._allocate(oid, name, step, epoch, group, position, layout)
             evicted = []
             while entry is None:
@@ -276,6 +283,8 @@ class Store:
         with self.lock:
             entry = self.entries.pop(oid, None)
             if entry is not None:
+                with entry.lock:  # a stream of a dead trainer may be writing into it
+                    entry.freed = True
                 self.arena.release(entry.offset, entry.num_bytes)
             return entry is not None
 
@@ -293,10 +302,13 @@ class Store:
                 "invalid_argument", f"{len(data)} bytes for {len(sums)} blocks of "
                 f"{entry.layout.block_bytes}",
             )
-        target = self.arena.bytes[start:stop]
-        np.copyto(target[: len(data)], np.frombuffer(data, np.uint8))
-        target[len(data) :] = 0
-        bad = find_bad_blocks(target, sums, entry.layout.block_bytes)
+        with entry.lock:
+            if entry.freed:
+                raise Refused("not_found", f"object {entry.name}@{entry.step} was given up")
+            target = self.arena.bytes[start:stop]
+            np.copyto(target[: len(data)], np.frombuffer(data, np.uint8))
+            target[len(data) :] = 0
+            bad = find_bad_blocks(target, sums, entry.layout.block_bytes)
         if bad:
             raise Refused(
                 "data_loss", f"{len(bad)} of {len(sums)} blocks arrived damaged at stripe {stripe}"

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ class Tier:
         self._healthy: bool | None = None
         self._notes: list[str] = []
         self._told: set[str] = set()
+        self._serials: Counter[str] = Counter()
+        self._crowded: set[str] = set()
         self._lock = threading.Lock()
 
     # -- who saves ------------------------------------------------------------------------------
@@ -79,9 +82,7 @@ class Tier:
             return bool(self._healthy) if number == 0 else True
         from jax.experimental import multihost_utils
 
-        mine = np.array(
-            [int(bool(self._healthy)), *secrets.token_bytes(8)], np.int32
-        )
+        mine = np.array([int(bool(self._healthy)), *secrets.token_bytes(8)], np.int32)
         decided = np.asarray(multihost_utils.broadcast_one_to_all(mine))
         self._run = self._run or bytes(decided[1:].astype(np.uint8)).hex()
         return bool(decided[0])
@@ -121,8 +122,9 @@ class Tier:
           CheckpointError: it could not be committed; older steps are untouched.
         """
         number, count, _ = self.writers()
+        self._serials[name] += 1
         request = Request(name, step, list(live), list(protect), dict(extra or {}), number, count,
-                          self._run or secrets.token_hex(8))
+                          self._run or secrets.token_hex(8), self._serials[name])
         try:
             saved = save_object(self.client, snapshot, request)
         except CheckpointError:
@@ -130,7 +132,8 @@ class Tier:
             raise
         self.last = saved
         notes = list(saved.notes)
-        if saved.evicted:
+        if saved.evicted and name not in self._crowded:
+            self._crowded.add(name)  # said once, not at every save
             notes.append(
                 f"the agents' memory does not hold all steps that {name} keeps: step "
                 f"{', '.join(map(str, saved.evicted))} had to make room; start the agents with "
@@ -148,7 +151,7 @@ class Tier:
 
     def survey(self, name: str | None = None) -> Survey:
         """Returns what the agents and the drain directory hold."""
-        return survey(self.client, self.drain_dir(), name=name)
+        return survey(self.client, self.config.drain_dir, name=name)
 
     def drain_dir(self) -> str:
         """Returns where drained steps lie: as configured, or as the agents say."""

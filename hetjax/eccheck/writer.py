@@ -48,6 +48,8 @@ class Request:
       writer: number of this process among those that save together.
       count: how many those are.
       run: this start of the job; distinguishes messages of another start.
+      serial: number of the save in this run, the same in all processes; distinguishes messages of
+        two saves of one step.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Request:
     writer: int = 0
     count: int = 1
     run: str = ""
+    serial: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def save_object(client: Client, snapshot: Snapshot, request: Request) -> Saved:
     Raises:
       CheckpointError: it could not be committed; what was committed before is untouched.
     """
-    box = f"{request.run}/{request.name}/{request.step}"
+    box = f"{request.run}/{request.serial}/{request.name}/{request.step}"
     for attempt in range(ATTEMPTS):
         last = attempt == ATTEMPTS - 1
         try:

@@ -303,9 +303,7 @@ def test_too_few_versions_for_max_to_keep_is_said(fleet, tmp_path):
     with pytest.warns(EccheckWarning, match="step 0 had to make room; start the agents with more --versions"):
         manager.save(3, args=ocp.args.StandardSave({"w": np.full(1_500_000, 3, np.uint8)}))
     manager.wait_until_finished()
-    with pytest.warns(EccheckWarning, match="step 1 had to make room"), pytest.raises(
-        CheckpointError, match="overwritten, or the agents were restarted"
-    ):
+    with pytest.raises(CheckpointError, match="overwritten, or the agents were restarted"):
         manager.restore(1)
     assert (manager.restore(3)["w"] == 3).all()
     manager.close()
