@@ -26,7 +26,7 @@ def cache(tmp_path_factory):
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_trains_across_two_unlike_sites_and_equals_plain_jit(cache, framework):
-    run = hetjax("demo", "--framework", framework, "--steps", "20", "--json", cache=cache)
+    run = hetjax("demo", "--framework", framework, "--layers", "2", "--steps", "20", "--json", cache=cache)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     assert report["ok"]
@@ -50,7 +50,7 @@ def test_trains_across_two_unlike_sites_and_equals_plain_jit(cache, framework):
 
 def test_a_person_sees_stages_progress_and_parity(cache):
     """In the cache the test above filled: the second start compiles next to nothing."""
-    run = hetjax("demo", "--steps", "3", "--no-parity", cache=cache, COLUMNS="120")
+    run = hetjax("demo", "--layers", "2", "--steps", "3", "--no-parity", cache=cache, COLUMNS="120")
     assert run.returncode == 0, run.stderr
     for part in (
         "across 2 fast devices in 'near', 6 slow devices in 'far' (near - far: 10 Gbit/s, 2 ms)",
@@ -63,7 +63,7 @@ def test_a_person_sees_stages_progress_and_parity(cache):
 
 def test_plain_is_the_same_training_on_one_device(cache):
     arms = [
-        json.loads(hetjax("demo", "--steps", "3", "--no-parity", "--json", *args, cache=cache).stdout)
+        json.loads(hetjax("demo", "--layers", "2", "--steps", "3", "--no-parity", "--json", *args, cache=cache).stdout)
         for args in ((), ("--plain",))
     ]
     assert arms[0]["losses"] == pytest.approx(arms[1]["losses"], rel=1e-5)

@@ -1,0 +1,125 @@
+"""What every benchmark prints: figures with their targets, the machine, what was not measured."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One number.
+
+    Attributes:
+      name: what was measured.
+      value, unit: the number.
+      target: what it must be ("<= 1.05"), "" for a number that is only reported.
+      holds: whether it is.
+    """
+
+    name: str
+    value: float
+    unit: str
+    target: str = ""
+    holds: bool = True
+
+
+def at_most(name: str, value: float, unit: str, bound: float) -> Figure:
+    return Figure(name, value, unit, f"<= {bound:g}", value <= bound)
+
+
+@dataclasses.dataclass
+class Report:
+    """What one run measured; a quick run ends in time and says what it left out.
+
+    Attributes:
+      quick: whether `--quick` was asked for.
+      limit_s: when a quick run starts nothing more.
+    """
+
+    quick: bool
+    limit_s: float = 45.0
+    figures: list[Figure] = dataclasses.field(default_factory=list)
+    not_measured: list[str] = dataclasses.field(default_factory=list)
+    begin: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def measure(self, name: str, expected_s: float, run: Callable[[], list[Figure]]) -> None:
+        """Runs one part; a quick run skips it where it would not end in time.
+
+        Args:
+          name: the part, for "not measured".
+          expected_s: about how long it takes.
+          run: returns its figures.
+        """
+        if self.quick and time.perf_counter() - self.begin + expected_s > self.limit_s:
+            self.not_measured.append(name)
+        else:
+            self.figures += run()
+
+
+def interleaved(arms: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Returns the median of each arm, run in turns, so that what else the machine does hits all alike."""
+    seen: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds):
+        names = list(arms) if number % 2 == 0 else list(reversed(arms))
+        for name in names:
+            seen[name].append(arms[name]())
+    return {name: statistics.median(values) for name, values in seen.items()}
+
+
+def ratio(arms: Mapping[str, Callable[[], float]], rounds: int) -> tuple[float, dict[str, float]]:
+    """Returns the median over rounds of second arm / first arm, and the median of each."""
+    first, second = arms
+    seen: dict[str, list[float]] = {first: [], second: []}
+    for number in range(rounds):
+        for name in (first, second) if number % 2 == 0 else (second, first):
+            seen[name].append(arms[name]())
+    ratios = [b / a for a, b in zip(seen[first], seen[second])]
+    return statistics.median(ratios), {name: statistics.median(values) for name, values in seen.items()}
+
+
+def machine() -> dict[str, Any]:
+    """Returns what the numbers depend on."""
+    import importlib.metadata as metadata
+
+    versions = {}
+    for name in ("jax", "jaxlib", "flax", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "load_1m": round(os.getloadavg()[0], 2), "python": platform.python_version(), **versions,
+    }
+
+
+def main(doc: str, run: Callable[[Report], None]) -> None:
+    """Parses `--quick` and `--json`, measures and prints."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="end within 50 s")
+    args = parser.parse_args()
+    before = machine()
+    report = Report(args.quick)
+    run(report)
+    if args.json:
+        print(json.dumps({
+            "figures": [dataclasses.asdict(f) for f in report.figures], "machine": before,
+            "not_measured": report.not_measured,
+        }))
+        return
+    width = max((len(f.name) for f in report.figures), default=0)
+    for f in report.figures:
+        verdict = "" if not f.target else "  holds" if f.holds else "  DOES NOT HOLD"
+        print(f"{f.name:{width}}  {f.value:10.4g} {f.unit:8} {f.target:9}{verdict}")
+    for line in report.not_measured:
+        print(f"not measured: {line}")
+    print(f"machine: {before}")

@@ -1,0 +1,218 @@
+"""What hetjax costs: imports, the command's start, a step on one device, a step in stages, a second start.
+
+    python benchmarks/runtime.py            the whole run, some minutes
+    python benchmarks/runtime.py --quick    within 50 s
+    python benchmarks/runtime.py --json     one object
+
+Arms are run in turns and compared by the median of their ratios: what else the machine does hits all alike.
+The model is the demo's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from _report import Figure, Report, at_most, interleaved, main, ratio
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ENV = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "HETJAX_DISABLE")} | {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "JAX_PLATFORMS": "cpu",
+}
+EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "NPROC": "32"}
+
+
+def python(*args: str, **changes: str) -> str:
+    """Returns what a fresh Python prints."""
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=ENV | changes, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(args)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def import_seconds(statement: str) -> Callable[[], float]:
+    code = f"import time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+    return lambda: float(python("-c", code))
+
+
+def imports(rounds: int) -> list[Figure]:
+    bare, seconds = ratio({"jax": import_seconds("import jax"), "hetjax": import_seconds("import hetjax")}, rounds)
+    used, _ = ratio(
+        {"jax": import_seconds("import jax"), "hetjax": import_seconds("import jax, hetjax; hetjax.parallelize")}, rounds
+    )
+    return [
+        Figure("import jax", seconds["jax"], "s"),
+        at_most("import hetjax / import jax", bare, "", 1.15),
+        at_most("import hetjax and parallelize / import jax", used, "", 1.15),
+    ]
+
+
+def help_start(rounds: int) -> list[Figure]:
+    def once() -> float:
+        begin = time.perf_counter()
+        python("-m", "hetjax", "--help")
+        return time.perf_counter() - begin
+
+    return [at_most("hetjax --help", interleaved({"help": once}, rounds)["help"], "s", 0.4)]
+
+
+def one_device(framework: str, rounds: int) -> list[Figure]:
+    got = json.loads(python(__file__, "--arm", "one-device", framework, str(rounds)))
+    return [
+        Figure(f"{framework}: plain jit, one device", got["plain_s"] * 1e3, "ms/step"),
+        at_most(f"{framework}: hetjax / plain jit, one stage and one device", got["ratio"], "", 1.05),
+    ]
+
+
+def stages(rounds: int) -> list[Figure]:
+    got = json.loads(python(__file__, "--arm", "stages", str(rounds), **EIGHT))
+    return [
+        Figure("2 stages, 4 microbatches: a step", got["step_s"] * 1e3, "ms"),
+        Figure("2 stages, 4 microbatches: sum of the stage calls, each run alone", got["calls_s"] * 1e3, "ms"),
+        Figure("2 stages, 4 microbatches: a step above the sum of the stage calls", (got["step_s"] - got["calls_s"]) * 1e3, "ms"),
+        Figure("2 stages, 4 microbatches: dispatch alone, until the call returns", got["dispatch_s"] * 1e3, "ms"),
+    ]
+
+
+def second_start(pairs: int) -> list[Figure]:
+    """A start is from the command's begin to the end of the first step; each first one has an empty cache."""
+
+    def start(cache: str) -> float:
+        args = ("-m", "hetjax", "demo", "--steps", "1", "--no-parity", "--json")
+        return float(json.loads(python(*args, XDG_CACHE_HOME=cache))["first_step_s"])
+
+    ratios, firsts = [], []
+    for _ in range(pairs):
+        with tempfile.TemporaryDirectory() as cache:
+            firsts.append(start(cache))
+            ratios.append(start(cache) / firsts[-1])
+    ratios.sort()
+    return [
+        Figure("demo: first start to the end of its first step", sorted(firsts)[pairs // 2], "s"),
+        at_most("demo: second start / first start", ratios[pairs // 2], "", 0.3),
+    ]
+
+
+# ---------------------------------------------------------------------------- inside the subprocesses
+
+
+def timed(step: Callable[[], Any], count: int) -> float:
+    """Returns seconds a call, over `count` calls in flight together."""
+    import jax
+
+    begin = time.perf_counter()
+    out = [step() for _ in range(count)]
+    jax.block_until_ready(out)
+    return (time.perf_counter() - begin) / count
+
+
+def arm_one_device(framework: str, rounds: int) -> None:
+    import jax
+
+    import hetjax
+    from hetjax.demo import session, training
+    from hetjax.demo.models import Config
+    from hetjax.demo.text import batches, load_corpus
+
+    corpus = load_corpus()
+    config = Config(corpus.vocab_size)
+    fresh = session.fresh_states(framework, config, training.adamw(300))
+    batch = jax.device_put(next(batches(corpus.train, session.BATCH_SIZE, config.length, seed=0)))
+    options = {"num_stages": 1, "num_microbatches": 1, "mesh": "1,1"}
+    arms = {}
+    if framework == "linen":
+        steps = {"plain": jax.jit(training.linen_step), "hetjax": hetjax.parallelize(training.linen_step, **options)}
+    else:
+        from flax import nnx
+
+        steps = {"plain": nnx.jit(training.nnx_step), "hetjax": hetjax.parallelize(training.nnx_step, **options)}
+    for name, step in steps.items():
+        held = [fresh()]
+
+        def advance(step: Any = step, held: list[Any] = held) -> Any:
+            if framework == "nnx":
+                return step(*held[0], batch)
+            held[0], out = step(held[0], batch)
+            return out
+
+        timed(advance, 2)
+        arms[name] = lambda advance=advance: timed(advance, 5)
+    value, seconds = ratio(arms, rounds)
+    print(json.dumps({"ratio": value, "plain_s": seconds["plain"]}))
+
+
+def arm_stages(rounds: int) -> None:
+    import jax
+
+    from hetjax.demo import session
+    from hetjax.demo.text import batches
+
+    opened = session.open_session("linen", 300)
+    batch = next(batches(opened.corpus.train, session.BATCH_SIZE, opened.config.length, seed=0))
+
+    def advance() -> Any:
+        return session.advance(opened, opened.step, batch)
+
+    timed(advance, 2)
+    executor = opened.step._latest.executor
+    calls: list[float] = []
+
+    def alone(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            jax.block_until_ready(args)
+            begin = time.perf_counter()
+            out = jax.block_until_ready(call(*args))
+            calls.append(time.perf_counter() - begin)
+            return out
+
+        return run
+
+    def calls_alone() -> float:
+        runs = [i for i in executor._instructions if hasattr(i, "call")]
+        plain = [i.call for i in runs]
+        for instruction in runs:
+            instruction.call = alone(instruction.call)
+        calls.clear()
+        jax.block_until_ready(advance())
+        for instruction, call in zip(runs, plain):
+            instruction.call = call
+        return sum(calls)
+
+    def dispatch() -> float:
+        jax.block_until_ready(opened.state)
+        begin = time.perf_counter()
+        advance()
+        return time.perf_counter() - begin
+
+    got = interleaved({"step_s": lambda: timed(advance, 3), "calls_s": calls_alone, "dispatch_s": dispatch}, rounds)
+    print(json.dumps(got))
+
+
+def run(report: Report) -> None:
+    quick = report.quick
+    report.measure("imports", 12, lambda: imports(5 if quick else 25))
+    report.measure("hetjax --help", 3, lambda: help_start(5 if quick else 21))
+    for framework in ("linen", "nnx"):
+        report.measure(
+            f"{framework}: hetjax / plain jit, one stage and one device", 20,
+            lambda f=framework: one_device(f, 5 if quick else 31),
+        )
+    report.measure("2 stages, 4 microbatches", 20, lambda: stages(5 if quick else 21))
+    report.measure("demo: second start / first start", 40, lambda: second_start(1 if quick else 5))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--arm"]:
+        if sys.argv[2] == "one-device":
+            arm_one_device(sys.argv[3], int(sys.argv[4]))
+        else:
+            arm_stages(int(sys.argv[3]))
+    else:
+        main(__doc__ or "", run)
