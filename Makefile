@@ -8,7 +8,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 # Tests run in two processes: more would starve the eight forced devices of each of them.
 WORKERS ?= 2
-CODE := hetjax tests $(wildcard examples benchmarks)
+# ruff does not follow the links hetjax/{ir,passes,kernels}: the folders are named themselves.
+CODE := hetjax ir passes kernels tests $(wildcard examples benchmarks)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

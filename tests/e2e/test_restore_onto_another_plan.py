@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from tests.support import copy_tree, make_batch, make_linen
 
 import hetjax
+from tests.support import copy_tree, make_batch, make_linen
 
 RESTORE = textwrap.dedent(
     """

@@ -7,7 +7,6 @@ import shlex
 import jax
 import pytest
 from click.testing import CliRunner
-from tests.support import make_linen
 
 import hetjax
 from hetjax.cli.main import cli
@@ -15,6 +14,7 @@ from hetjax.explaining.memory import stage_peaks
 from hetjax.explaining.movements import movements
 from hetjax.ir.parser import parse_bundle
 from hetjax.ir.verify import verify_bundle
+from tests.support import make_linen
 
 
 @pytest.fixture(scope="module")

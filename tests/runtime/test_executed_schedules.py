@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import pytest
-from tests.support import assert_same, copy_tree, make_batch, make_linen
 
 import hetjax
 from hetjax.errors import PlanError
@@ -12,6 +11,7 @@ from hetjax.ir.verify import verify_program
 from hetjax.passes.schedule_tasks import schedule_tasks
 from hetjax.passes.schedules import schedule_info
 from hetjax.passes.split_backward import is_split, split_backward
+from tests.support import assert_same, copy_tree, make_batch, make_linen
 
 
 @pytest.fixture(scope="module")
