@@ -102,7 +102,7 @@ def runs(c: Context) -> Iterator[Found]:
     for f in program.fragments:
         halved = ("I", f.name) in by_work or ("W", f.name) in by_work
         groups = ("I", "W") if halved else ("run",)
-        if f.phase == "weight" or f.stage in apart and halved:  # each half is a fragment of its own
+        if f.phase == "weight" or (f.stage in apart and halved):  # each half is a fragment of its own
             groups = ("W",) if f.phase == "weight" else ("I",)
         for group in groups:
             found = by_work.get((group, f.name), Counter())

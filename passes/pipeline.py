@@ -9,7 +9,7 @@ from hetjax.passes.manager import run_pipeline
 ANALYSIS = ("inline-calls", "label-regions", "label-blocks", "annotate-costs")
 LOWERING = (
     "plan-stages", "cut-stages", "split-backward", "shard-stages", "insert-reshards", "schedule",
-    "plan-donation",
+    "plan-donation", "verify",
 )
 
 
@@ -26,4 +26,5 @@ def lower(bundle: Bundle, *, donate: bool = False) -> Bundle:
       donate: whether old state buffers may be reused.
     """
     names = [name for name in LOWERING if name != "plan-stages"]
-    return run_pipeline(bundle, ",".join(names) + ("{state}" if donate else ""))
+    text = ",".join(f"{n}{{state}}" if n == "plan-donation" and donate else n for n in names)
+    return run_pipeline(bundle, text)

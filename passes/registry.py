@@ -42,6 +42,7 @@ PASSES: dict[str, str] = {
     "label-regions": "hetjax.passes.label_regions:LabelRegions",
     "label-blocks": "hetjax.passes.label_blocks:LabelBlocks",
     "annotate-costs": "hetjax.passes.annotate_costs:AnnotateCosts",
+    "prove-microbatching": "hetjax.passes.prove_microbatching:ProveMicrobatching",
     "one-microbatch": "hetjax.passes.one_microbatch:OneMicrobatch",
     "plan-stages": "hetjax.passes.plan_stages:PlanStages",
     "cut-stages": "hetjax.passes.cut_stages:CutStages",
@@ -56,7 +57,7 @@ PASSES: dict[str, str] = {
 # name -> pipeline string it stands for.
 ALIASES: dict[str, str] = {
     "default": (
-        "inline-calls,label-regions,label-blocks,annotate-costs,one-microbatch,plan-stages,cut-stages,"
+        "inline-calls,label-regions,label-blocks,annotate-costs,prove-microbatching,plan-stages,cut-stages,"
         "shard-stages,insert-reshards,schedule,plan-donation,verify"
     ),
 }

@@ -17,10 +17,11 @@ from hetjax.ir.graph import Graph
 from hetjax.ir.microbatching import Microbatching, Refusal
 from hetjax.ir.plan import Plan, verify_plan
 from hetjax.passes.dumping import environment_instruments
-from hetjax.passes.manager import ambient
+from hetjax.passes.manager import ambient, run_pipeline
 from hetjax.passes.one_microbatch import one_microbatch
 from hetjax.passes.pipeline import analyse, lower
 from hetjax.passes.plan_stages import Request, batch_size_of, plan_stages, stage_devices
+from hetjax.passes.prove_microbatching import ProveMicrobatching
 
 # Frames of hetjax itself are not the user's.
 _HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -143,8 +144,6 @@ def _batch_leaf(graph: Graph) -> str:
 
 
 def _prove(graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool) -> Microbatching:
-    from hetjax.passes.prover import prove
-
     try:
         small = analyse(Bundle(graph=retrace(num))).graph
     except Exception as error:
@@ -157,8 +156,12 @@ def _prove(graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool
         return Microbatching(num, graph, one_microbatch(graph).types, refusal=refusal)
     if small is None:
         raise PlanError("nothing was traced")
-    micro = prove(graph, small, num)
-    return prove(graph, small, num, accept=True) if micro.refusal is not None and accept else micro
+    untyped = Microbatching(num, small, ())
+    proof = ProveMicrobatching(accept=accept)
+    proved = run_pipeline(Bundle(graph=graph, microbatching=untyped), [proof]).microbatching
+    if proved is None:
+        raise PlanError("nothing was proved")
+    return proved
 
 
 def _raised_at(error: Exception) -> str:
