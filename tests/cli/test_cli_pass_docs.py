@@ -59,7 +59,7 @@ def test_a_third_party_pass_runs_by_its_entry_point(installed):
     )
     assert parse_bundle(result.stdout).graph.ops[0].source == ""
     listing = CliRunner().invoke(cli, ["opt", "--list"], standalone_mode=False).stdout
-    assert "drop-sources     empty the source lines" in listing
+    assert re.search(r"^drop-sources +empty the source lines", listing, re.M)
 
 
 def test_a_third_party_pass_cannot_take_the_place_of_ours(installed):
