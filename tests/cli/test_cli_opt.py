@@ -72,7 +72,7 @@ def test_the_result_alone_is_on_stdout():
     assert result.return_value == 0
     assert parse_bundle(result.stdout).graph.ops[0].region == "update"
     assert "after label-regions (1 of 1)" in result.stderr
-    assert re.search(r"^label-regions +(1 of 1) changed graph", result.stderr, re.M)
+    assert "label-regions (1 of 1) changed graph" in result.stderr
     assert "in all" in result.stderr and "bytes between stages" in result.stderr
 
 
@@ -284,7 +284,7 @@ def test_colours_only_on_a_terminal_and_not_against_the_users_wish(monkeypatch):
 def test_passes_are_listed_and_explained():
     listing = opt("--list").stdout
     assert re.search(r"^label-regions +read forward, backward and update off the name stacks", listing, re.M)
-    assert "default          = inline-calls," in listing
+    assert re.search(r"^default += inline-calls,", listing, re.M)
     assert {
         "name": "verify",
         "summary": "check every invariant of graph and program",
