@@ -162,17 +162,6 @@ class Peer:
         return np.frombuffer(data, np.uint64)
 
 
-def _keep_message_memory() -> None:
-    """Makes glibc reuse the memory of messages instead of giving it back after each.
-
-    glibc raises its thresholds for mmap and trim to the largest block it has seen freed, up to
-    32 MiB. Without this every message of a megabyte is mapped, faulted in and unmapped again, which
-    took a third of the processor time of a transfer.
-    """
-    block = bytearray(31 << 20)
-    del block
-
-
 class Pool:
     """Connections to agents, made when first used, and parallel calls over them.
 
@@ -181,7 +170,6 @@ class Pool:
     """
 
     def __init__(self, credentials: Credentials):
-        _keep_message_memory()
         self.credentials = credentials
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()

@@ -185,6 +185,17 @@ def _serve_local(agent: Agent, path: str) -> None:
     threading.Thread(target=loop, daemon=True, name="eccheck-local").start()
 
 
+def _keep_message_memory() -> None:
+    """Makes glibc reuse the memory of messages instead of giving it back after each.
+
+    glibc raises its thresholds for mmap and trim to the largest block it has seen freed, up to
+    32 MiB. Without this every message is mapped, faulted in and unmapped again, which took a third
+    of the processor time of a transfer. In the agent only: how a trainer's memory behaves is its own.
+    """
+    block = bytearray(31 << 20)
+    del block
+
+
 def run(options: AgentOptions, ready: Callable[[dict[str, Any]], None]) -> int:
     """Runs an agent until SIGTERM or SIGINT; returns the exit code.
 
@@ -194,6 +205,7 @@ def run(options: AgentOptions, ready: Callable[[dict[str, Any]], None]) -> int:
     """
     import signal
 
+    _keep_message_memory()
     agent = Agent(options)
     server = serve(agent)
     done = threading.Event()
