@@ -59,7 +59,7 @@ class Microbatching:
       num_microbatches: M.
       graph: the step traced at B/M; ops and refs match those of the full graph one to one. The
         full graph itself where M is 1.
-      types: one `BatchType` per ref.
+      types: one `BatchType` per ref; () before prove-microbatching has run.
       hoisted: refs of values that do not depend on parameters and are computed once, at full batch,
         and then sliced (kind B) or used whole (kind R).
       positions: refs that number the examples within a microbatch, from 0, for indexing into it. Of

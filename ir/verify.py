@@ -126,7 +126,7 @@ def _microbatching_problems(bundle: Bundle) -> Iterator[tuple[str, Found]]:
                 ),
             )
         yield from graph_problems(micro.graph, f"graph {micro.graph.name} at one microbatch")
-    if len(micro.types) != len(micro.graph.avals):
+    if micro.types and len(micro.types) != len(micro.graph.avals):  # none: not proved yet
         yield (
             where,
             Found(f"{len(micro.types)} values have a batch type, {len(micro.graph.avals)} exist"),

@@ -16,7 +16,7 @@ def explain(entry: Entry, cluster: Cluster) -> str:
     }
     state = {s: 0 for s in range(plan.num_stages)}
     for argument, (stage, _) in entry.homes().items():
-        if argument < len(entry.graph.inputs) and entry.graph.inputs[argument].role == "state":
+        if argument < len(entry.graph.inputs) and entry.graph.inputs[argument].role in ("state", "input"):
             state[stage] += entry.graph.avals[argument].nbytes
     lines.append("  stage  site            devices          state_bytes  flops_per_step  modules")
     for s, stage in enumerate(plan.stages):

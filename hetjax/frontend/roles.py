@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hetjax.frontend.calls import Returned, Structure
@@ -102,11 +102,11 @@ def find_updates(
 
 def find_arguments(
     structure: Structure, paths: Sequence[str], avals: Sequence[Aval], state: set[int],
-    batch_argnums: Sequence[int] | None,
+    batch_argnums: Sequence[int] | None, kept: Collection[int] = frozenset(),
 ) -> list[Argument]:
     """Returns the role of every input leaf.
 
-    Leaves that are not state and share the commonest size of axis 0 carry the batch, unless
+    Leaves that are not state (nor `kept`, state that only passes through) and share the commonest size of axis 0 carry the batch, unless
     `batch_argnums` says which arguments do.
 
     Raises:
@@ -121,7 +121,7 @@ def find_arguments(
         eligible = [i for key, _, span in spans if key in batch_argnums for i in span]
     else:
         eligible = [i for _, _, span in spans for i in span]
-    size, carriers = _batch_leaves(spans, eligible, avals, state)
+    size, carriers = _batch_leaves(spans, eligible, avals, state | set(kept))
     out = []
     for i, path in enumerate(paths):
         if i in state:

@@ -57,7 +57,8 @@ def trace_call(
       leaves: arrays or structs.
       name: of the graph.
       batch_argnums: which arguments carry the batch, None to find out.
-      known_state: says, from paths and types, which leaves are state although they do not come back.
+      known_state: says, from paths and types, which leaves belong to a state that does not come back,
+        so that they are not taken for the batch.
 
     Raises:
       PlanError: roles cannot be told, or the step changes the structure of an nnx object.
@@ -68,8 +69,10 @@ def trace_call(
     outputs = [aval_of(v.aval) for v in closed.jaxpr.outvars]
     updates = find_updates(structure, returned, inputs, outputs, batch_argnums)
     paths = leaf_paths(structure, parameter_names(fn))
-    state = set(updates.values()) | (known_state(paths, inputs) if known_state else set())
-    arguments = find_arguments(structure, paths, inputs, state, batch_argnums)
+    arguments = find_arguments(
+        structure, paths, inputs, set(updates.values()), batch_argnums,
+        kept=known_state(paths, inputs) if known_state else frozenset(),
+    )
     results = find_results(structure, returned, paths, updates)
     graph = import_jaxpr(closed, name=name, arguments=arguments, results=results)
 
