@@ -64,25 +64,27 @@ class Report:
             self.figures += run()
 
 
-def interleaved(arms: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Returns the median of each arm, run in turns, so that what else the machine does hits all alike."""
-    seen: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(rounds):
-        names = list(arms) if number % 2 == 0 else list(reversed(arms))
-        for name in names:
-            seen[name].append(arms[name]())
-    return {name: statistics.median(values) for name, values in seen.items()}
+def interleaved(
+    arms: Mapping[str, Callable[[], float]], seconds: float, *, at_least: int = 3
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Returns the median of each arm, and every round; run in turns, so that what else the machine does hits all alike.
+
+    Args:
+      arms: name to a function that measures once.
+      seconds: starts no round after this time,
+      at_least: but runs so many.
+    """
+    rounds: list[dict[str, float]] = []
+    begin = time.perf_counter()
+    while len(rounds) < at_least or time.perf_counter() - begin < seconds:
+        names = list(arms) if len(rounds) % 2 == 0 else list(reversed(arms))
+        rounds.append({name: arms[name]() for name in names})
+    return {name: statistics.median(r[name] for r in rounds) for name in arms}, rounds
 
 
-def ratio(arms: Mapping[str, Callable[[], float]], rounds: int) -> tuple[float, dict[str, float]]:
-    """Returns the median over rounds of second arm / first arm, and the median of each."""
-    first, second = arms
-    seen: dict[str, list[float]] = {first: [], second: []}
-    for number in range(rounds):
-        for name in (first, second) if number % 2 == 0 else (second, first):
-            seen[name].append(arms[name]())
-    ratios = [b / a for a, b in zip(seen[first], seen[second])]
-    return statistics.median(ratios), {name: statistics.median(values) for name, values in seen.items()}
+def median_ratio(rounds: list[dict[str, float]], over: str, under: str) -> float:
+    """Returns the median over rounds of one arm divided by another in the same round."""
+    return statistics.median(r[over] / r[under] for r in rounds)
 
 
 def machine() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from _report import Figure, Report, at_most, interleaved, main, ratio
+from _report import Figure, Report, at_most, interleaved, main, median_ratio
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ENV = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "HETJAX_DISABLE")} | {
@@ -42,42 +43,44 @@ def import_seconds(statement: str) -> Callable[[], float]:
     return lambda: float(python("-c", code))
 
 
-def imports(rounds: int) -> list[Figure]:
-    bare, seconds = ratio({"jax": import_seconds("import jax"), "hetjax": import_seconds("import hetjax")}, rounds)
-    used, _ = ratio(
-        {"jax": import_seconds("import jax"), "hetjax": import_seconds("import jax, hetjax; hetjax.parallelize")}, rounds
-    )
+def imports(seconds: float) -> list[Figure]:
+    arms = {
+        "jax": import_seconds("import jax"), "hetjax": import_seconds("import hetjax"),
+        "used": import_seconds("import jax, hetjax; hetjax.parallelize"),
+    }
+    medians, rounds = interleaved(arms, seconds)
     return [
-        Figure("import jax", seconds["jax"], "s"),
-        at_most("import hetjax / import jax", bare, "", 1.15),
-        at_most("import hetjax and parallelize / import jax", used, "", 1.15),
+        Figure("import jax", medians["jax"], "s"),
+        at_most("import hetjax / import jax", median_ratio(rounds, "hetjax", "jax"), "", 1.15),
+        Figure("import jax and hetjax, decorate a step / import jax", median_ratio(rounds, "used", "jax"), ""),
     ]
 
 
-def help_start(rounds: int) -> list[Figure]:
+def help_start(seconds: float) -> list[Figure]:
     def once() -> float:
         begin = time.perf_counter()
         python("-m", "hetjax", "--help")
         return time.perf_counter() - begin
 
-    return [at_most("hetjax --help", interleaved({"help": once}, rounds)["help"], "s", 0.4)]
+    return [at_most("hetjax --help", interleaved({"help": once}, seconds)[0]["help"], "s", 0.4)]
 
 
-def one_device(framework: str, rounds: int) -> list[Figure]:
-    got = json.loads(python(__file__, "--arm", "one-device", framework, str(rounds)))
+def one_device(framework: str, seconds: float) -> list[Figure]:
+    got = json.loads(python(__file__, "--arm", "one-device", framework, str(seconds)))
     return [
         Figure(f"{framework}: plain jit, one device", got["plain_s"] * 1e3, "ms/step"),
         at_most(f"{framework}: hetjax / plain jit, one stage and one device", got["ratio"], "", 1.05),
     ]
 
 
-def stages(rounds: int) -> list[Figure]:
-    got = json.loads(python(__file__, "--arm", "stages", str(rounds), **EIGHT))
+def stages(seconds: float) -> list[Figure]:
+    got = json.loads(python(__file__, "--arm", "stages", "", str(seconds), **EIGHT))
+    name = "2 stages, 4 microbatches"
     return [
-        Figure("2 stages, 4 microbatches: a step", got["step_s"] * 1e3, "ms"),
-        Figure("2 stages, 4 microbatches: sum of the stage calls, each run alone", got["calls_s"] * 1e3, "ms"),
-        Figure("2 stages, 4 microbatches: a step above the sum of the stage calls", (got["step_s"] - got["calls_s"]) * 1e3, "ms"),
-        Figure("2 stages, 4 microbatches: dispatch alone, until the call returns", got["dispatch_s"] * 1e3, "ms"),
+        Figure(f"{name}: a step", got["step_s"] * 1e3, "ms"),
+        Figure(f"{name}: sum of the stage calls, each run alone", got["calls_s"] * 1e3, "ms"),
+        Figure(f"{name}: a step above the sum of the stage calls", got["above_s"] * 1e3, "ms"),
+        Figure(f"{name}: dispatch, until the call returns", got["dispatch_s"] * 1e3, "ms"),
     ]
 
 
@@ -88,15 +91,14 @@ def second_start(pairs: int) -> list[Figure]:
         args = ("-m", "hetjax", "demo", "--steps", "1", "--no-parity", "--json")
         return float(json.loads(python(*args, XDG_CACHE_HOME=cache))["first_step_s"])
 
-    ratios, firsts = [], []
+    rounds = []
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as cache:
-            firsts.append(start(cache))
-            ratios.append(start(cache) / firsts[-1])
-    ratios.sort()
+            rounds.append({"first": start(cache), "second": start(cache)})
     return [
-        Figure("demo: first start to the end of its first step", sorted(firsts)[pairs // 2], "s"),
-        at_most("demo: second start / first start", ratios[pairs // 2], "", 0.3),
+        Figure("demo: first start to the end of its first step", statistics.median(r["first"] for r in rounds), "s"),
+        Figure("demo: second start to the end of its first step", statistics.median(r["second"] for r in rounds), "s"),
+        at_most("demo: second start / first start", median_ratio(rounds, "second", "first"), "", 0.3),
     ]
 
 
@@ -113,7 +115,7 @@ def timed(step: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def arm_one_device(framework: str, rounds: int) -> None:
+def arm_one_device(framework: str, seconds: float) -> None:
     import jax
 
     import hetjax
@@ -144,11 +146,11 @@ def arm_one_device(framework: str, rounds: int) -> None:
 
         timed(advance, 2)
         arms[name] = lambda advance=advance: timed(advance, 5)
-    value, seconds = ratio(arms, rounds)
-    print(json.dumps({"ratio": value, "plain_s": seconds["plain"]}))
+    medians, rounds = interleaved(arms, seconds)
+    print(json.dumps({"ratio": median_ratio(rounds, "hetjax", "plain"), "plain_s": medians["plain"]}))
 
 
-def arm_stages(rounds: int) -> None:
+def arm_stages(seconds: float) -> None:
     import jax
 
     from hetjax.demo import session
@@ -191,28 +193,28 @@ def arm_stages(rounds: int) -> None:
         advance()
         return time.perf_counter() - begin
 
-    got = interleaved({"step_s": lambda: timed(advance, 3), "calls_s": calls_alone, "dispatch_s": dispatch}, rounds)
-    print(json.dumps(got))
+    arms = {"step_s": lambda: timed(advance, 3), "calls_s": calls_alone, "dispatch_s": dispatch}
+    medians, rounds = interleaved(arms, seconds)
+    above = statistics.median(r["step_s"] - r["calls_s"] for r in rounds)
+    print(json.dumps(medians | {"above_s": above}))
 
 
 def run(report: Report) -> None:
     quick = report.quick
-    report.measure("imports", 12, lambda: imports(5 if quick else 25))
-    report.measure("hetjax --help", 3, lambda: help_start(5 if quick else 21))
+    report.measure("imports", 8, lambda: imports(4 if quick else 60))
+    report.measure("hetjax --help", 3, lambda: help_start(1 if quick else 10))
     for framework in ("linen", "nnx"):
         report.measure(
-            f"{framework}: hetjax / plain jit, one stage and one device", 20,
-            lambda f=framework: one_device(f, 5 if quick else 31),
+            f"{framework}: hetjax / plain jit, one stage and one device", 14,
+            lambda f=framework: one_device(f, 4 if quick else 60),
         )
-    report.measure("2 stages, 4 microbatches", 20, lambda: stages(5 if quick else 21))
-    report.measure("demo: second start / first start", 40, lambda: second_start(1 if quick else 5))
+    report.measure("2 stages, 4 microbatches", 18, lambda: stages(4 if quick else 60))
+    report.measure("demo: second start / first start", 25, lambda: second_start(1 if quick else 5))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--arm"]:
-        if sys.argv[2] == "one-device":
-            arm_one_device(sys.argv[3], int(sys.argv[4]))
-        else:
-            arm_stages(int(sys.argv[3]))
+        _, _, arm, framework, seconds = sys.argv
+        arm_one_device(framework, float(seconds)) if arm == "one-device" else arm_stages(float(seconds))
     else:
         main(__doc__ or "", run)
