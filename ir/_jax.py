@@ -21,6 +21,7 @@ from jax._src.literals import (
     TypedNdArray as _TypedNdArray,  # what a jaxpr literal holds since jax 0.8
 )
 from jax.extend import core as jex
+from jax.extend.core.primitives import closed_call_p as _closed_call_p
 from jax.interpreters import (
     partial_eval as _pe,  # dce_jaxpr: the only public-ish dead code elimination
 )
@@ -121,6 +122,13 @@ def build_jaxpr(name: str, invars: Sequence[Any], outvars: Sequence[Any], eqns: 
         effects=set(effects), debug_info=debug,
     )
     return ClosedJaxpr(jaxpr, [])
+
+
+def call_equation(eqn: Any, body: Any) -> Any:
+    """Returns `eqn` turned into a call of a closed jaxpr with as many inputs and results."""
+    return eqn.replace(
+        primitive=_closed_call_p, params={"call_jaxpr": body}, effects=body.jaxpr.effects
+    )
 
 
 def drop_dead_equations(closed: Any) -> tuple[Any, list[bool]]:

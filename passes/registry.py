@@ -39,6 +39,7 @@ ENTRY_POINT_GROUP = "hetjax.passes"
 # name -> "module:Class", in the order of the default pipeline where a pass has a place in it.
 PASSES: dict[str, str] = {
     "inline-calls": "hetjax.passes.inline_calls:InlineCalls",
+    "lift-draws": "hetjax.passes.lift_draws:LiftDraws",
     "label-regions": "hetjax.passes.label_regions:LabelRegions",
     "label-blocks": "hetjax.passes.label_blocks:LabelBlocks",
     "annotate-costs": "hetjax.passes.annotate_costs:AnnotateCosts",

@@ -18,6 +18,7 @@ from hetjax.passes.prover.batch_types import (
     batch_axis,
 )
 from hetjax.passes.prover.dispatch import Typer
+from hetjax.passes.prover.hoisting import with_followers
 from hetjax.passes.prover.local import local_types, pairs_examples, whole_to_local
 from hetjax.passes.prover.needs import guarded_ops, is_parameter, running_statistics
 from hetjax.passes.prover.pairs import Line, Mismatch, Pair, PairLiteral, pair_graphs
@@ -271,6 +272,7 @@ class _Walk:
             assert isinstance(t, BatchType)
             final.append(t)
         return Microbatching(
-            self.typer.num_microbatches, micro, tuple(final), frozenset(self.hoisted),
+            self.typer.num_microbatches, micro, tuple(final),
+            with_followers(self.full, self.types, self.parametric, self.hoisted),
             frozenset(positions), self.refusal,
         )

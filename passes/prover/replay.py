@@ -117,6 +117,8 @@ def _step_level(full: Graph, proof: Microbatching, env: Mapping[Ref, Any]) -> di
 def _joined(parts: list[Any], t: BatchType) -> Any:
     import jax.numpy as jnp
 
+    if len(parts) == 1:
+        return parts[0]
     scale = float(len(parts)) ** -t.power
     if t.kind == "B":
         whole = jnp.concatenate(parts, t.axis)

@@ -7,6 +7,7 @@ from collections import Counter
 
 from hetjax.ir.graph import Graph
 from hetjax.ir.microbatching import Microbatching
+from hetjax.passes.prover.hoisting import handed_over
 
 _NAMES = {
     "R": "the same in every microbatch", "B": "sliced along the batch", "S": "summed over microbatches",
@@ -23,7 +24,7 @@ class Summary:
       proved: whether the numbers are shown to equal the whole batch's.
       reason: why not, or "".
       values: number of values by kind of `BatchType`.
-      hoisted: number of values computed once at full batch.
+      hoisted: number of values computed once at full batch and kept for the microbatches.
       hoisted_bytes: their bytes at full batch.
     """
 
@@ -51,11 +52,12 @@ def explain(microbatching: Microbatching, full: Graph) -> Summary:
       full: the step at the whole batch.
     """
     refusal = microbatching.refusal
+    kept = handed_over(full, microbatching.hoisted)
     return Summary(
         num_microbatches=microbatching.num_microbatches,
         proved=refusal is None,
         reason=refusal.reason if refusal else "",
         values=dict(Counter(t.kind for t in microbatching.types)),
-        hoisted=len(microbatching.hoisted),
-        hoisted_bytes=sum(full.avals[r].nbytes for r in microbatching.hoisted),
+        hoisted=len(kept),
+        hoisted_bytes=sum(full.avals[r].nbytes for r in kept),
     )

@@ -43,9 +43,12 @@ class Step:
 
 
 def trace_step(
-    fn, *args, roles, num_microbatches=2, axis=0, labels=False, accept=False
+    fn, *args, roles, num_microbatches=2, axis=0, labels=False, accept=False, change=None
 ) -> Step:
-    """Traces `fn(*args)` with a role for each argument ("state", "batch", "input"); strict rules."""
+    """Traces `fn(*args)` with a role for each argument ("state", "batch", "input"); strict rules.
+
+    `change` is a pass to run on the graphs first.
+    """
     import jax
     import numpy as np
 
@@ -65,6 +68,7 @@ def trace_step(
                 name = f"{k}{jax.tree_util.keystr(path, simple=True, separator='/')}"
                 arguments.append(Argument(0, name, role, axis if role == "batch" else None))
         out = inline_calls(import_jaxpr(closed, name="step", arguments=arguments, results=results(closed)))
+        out = change(out) if change else out
         return label_blocks(label_regions(out)) if labels else out
 
     def results(closed):

@@ -163,9 +163,10 @@ def test_token_weights_and_dropout_bits_are_hoisted(traced):
     assert summary.proved and summary.hoisted == 1 and summary.hoisted_bytes == 8
     step, state, batch = step_of(dropout_loss)
     run = traced(step, state, batch, roles="state batch", labels=True)
-    hoisted = {run.full.avals[r].shape for r in run.proof.hoisted}
-    assert hoisted == {(BATCH, 6)}
-    assert "proved" in str(explain(run.proof, run.full))
+    # Of the random bits only the mask is kept: one byte an element.
+    summary = explain(run.proof, run.full)
+    assert summary.hoisted == 1 and summary.hoisted_bytes == BATCH * 6
+    assert "proved" in str(summary)
 
 
 def test_structure_that_depends_on_the_batch_size_names_the_first_op(traced):
