@@ -7,7 +7,12 @@ from typing import ClassVar
 
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import PassError
+from hetjax.ir.graph import Graph
 from hetjax.ir.microbatching import Microbatching
+from hetjax.passes.annotate_costs import annotate_costs
+from hetjax.passes.label_blocks import label_blocks
+from hetjax.passes.label_regions import label_regions
+from hetjax.passes.lift_draws import lift_draws
 from hetjax.passes.one_microbatch import one_microbatch
 from hetjax.passes.prover import prove
 
@@ -18,6 +23,7 @@ class ProveMicrobatching:
 
     Before: a microbatching that holds the step traced at one microbatch, no types.
     After:  every value typed, what must be computed at full batch hoisted, or a refusal kept.
+    Where draws inside loops stand in the way they are lifted out of both traces first, as by lift-draws.
     A bundle without a second trace gets one microbatch, which needs no proof.
 
     Attributes:
@@ -38,15 +44,21 @@ class ProveMicrobatching:
             return bundle.replace(microbatching=one_microbatch(bundle.graph))
         if untyped.types:
             return bundle
-        return bundle.replace(
-            microbatching=_proved(bundle, untyped, accept=self.accept)
-        )
+        return _proved(bundle, bundle.graph, untyped, accept=self.accept)
 
 
-def _proved(bundle: Bundle, untyped: Microbatching, *, accept: bool) -> Microbatching:
-    if bundle.graph is None:
-        raise PassError("prove-microbatching", "needs a graph")
-    micro = prove(bundle.graph, untyped.graph, untyped.num_microbatches)
-    if micro.refusal is None or not accept:
-        return micro
-    return prove(bundle.graph, untyped.graph, untyped.num_microbatches, accept=True)
+def _proved(bundle: Bundle, full: Graph, untyped: Microbatching, *, accept: bool) -> Bundle:
+    small, num = untyped.graph, untyped.num_microbatches
+    micro = prove(full, small, num)
+    if micro.refusal is not None and (lifted := _lifted(full)) is not full:
+        full, small = lifted, _lifted(small)
+        micro = prove(full, small, num)
+    if micro.refusal is not None and accept:
+        micro = prove(full, small, num, accept=True)
+    return bundle.replace(graph=full, microbatching=micro)
+
+
+def _lifted(graph: Graph) -> Graph:
+    """Returns the graph with draws moved out of loops, labelled again; the same object without any."""
+    lifted = lift_draws(graph)
+    return graph if lifted is graph else annotate_costs(label_blocks(label_regions(lifted)))

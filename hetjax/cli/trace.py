@@ -74,5 +74,5 @@ def _traced(target: str, microbatches: int | None) -> Bundle:
         return bundle
     options = Options(num_microbatches=microbatches)
     # The number is given, so nothing is asked of the cluster.
-    micro = choose_microbatching(bundle.graph, traced.retrace, Cluster.local(), options, Request())
-    return bundle.replace(microbatching=micro)
+    graph, micro = choose_microbatching(bundle.graph, traced.retrace, Cluster.local(), options, Request())
+    return bundle.replace(graph=graph, microbatching=micro)

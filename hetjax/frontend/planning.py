@@ -70,8 +70,8 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
             per_microbatch=options.per_microbatch or options.plan.per_microbatch,
         )
     request = Request(options.num_stages, options.mesh, options.schedule)
-    micro = choose_microbatching(graph, traced.retrace, cluster, options, request)
-    bundle = bundle.replace(microbatching=micro)
+    graph, micro = choose_microbatching(graph, traced.retrace, cluster, options, request)
+    bundle = bundle.replace(graph=graph, microbatching=micro)
     plan = options.plan
     if plan is None:
         plan = plan_stages(graph, micro, cluster, request)
@@ -86,8 +86,11 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
 def choose_microbatching(
     graph: Graph, retrace: Callable[[int], Graph], cluster: Cluster, options: Options,
     request: Request,
-) -> Microbatching:
-    """Returns a proved microbatching of the number asked for, or of one chosen.
+) -> tuple[Graph, Microbatching]:
+    """Returns a proved microbatching of the number asked for, or of one chosen, and its full graph.
+
+    The graph is the one given, or the same with random draws lifted out of loops, where that is what
+    the proof takes.
 
     Raises:
       MicrobatchError: the number asked for does not divide the batch, or cannot be proved.
@@ -98,7 +101,7 @@ def choose_microbatching(
     if num < 1:
         raise MicrobatchError(f"num_microbatches is {num}; it must be at least 1")
     if num == 1:
-        return one_microbatch(graph)
+        return graph, one_microbatch(graph)
     if not batch:
         raise MicrobatchError(
             f"{num} microbatches are asked for, but no argument carries a batch; name the one that "
@@ -111,16 +114,16 @@ def choose_microbatching(
             f"the nearest numbers that do are {', '.join(map(str, sorted(near[:3])))}",
             reason="the batch does not divide",
         )
-    micro = _prove(graph, retrace, num, options.per_microbatch)
+    proved, micro = _prove(graph, retrace, num, options.per_microbatch)
     if micro.refusal is None or micro.accepted:
-        return micro
+        return proved, micro
     if asked is not None:
         raise refused(micro.refusal, num)
     warnings.warn(
         f"hetjax runs {graph.name} as one microbatch, which leaves stages idle: {micro.refusal.reason}",
         UserWarning, stacklevel=2,
     )
-    return one_microbatch(graph, micro.refusal)
+    return graph, one_microbatch(graph, micro.refusal)
 
 
 def _chosen(batch: int, cluster: Cluster, request: Request) -> int:
@@ -143,7 +146,9 @@ def _batch_leaf(graph: Graph) -> str:
     return f"axis 0 of {leaf.path}" if leaf else "no leaf"
 
 
-def _prove(graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool) -> Microbatching:
+def _prove(
+    graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool
+) -> tuple[Graph, Microbatching]:
     try:
         small = analyse(Bundle(graph=retrace(num))).graph
     except Exception as error:
@@ -153,15 +158,15 @@ def _prove(graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool
             f"{lines[0] if lines else 'no message'}); a batch size may be written into it",
             source=_raised_at(error),
         )
-        return Microbatching(num, graph, one_microbatch(graph).types, refusal=refusal)
+        return graph, Microbatching(num, graph, one_microbatch(graph).types, refusal=refusal)
     if small is None:
         raise PlanError("nothing was traced")
     untyped = Microbatching(num, small, ())
     proof = ProveMicrobatching(accept=accept)
-    proved = run_pipeline(Bundle(graph=graph, microbatching=untyped), [proof]).microbatching
-    if proved is None:
+    proved = run_pipeline(Bundle(graph=graph, microbatching=untyped), [proof])
+    if proved.graph is None or proved.microbatching is None:
         raise PlanError("nothing was proved")
-    return proved
+    return proved.graph, proved.microbatching
 
 
 def _raised_at(error: Exception) -> str:
