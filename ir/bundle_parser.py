@@ -17,7 +17,7 @@ _MAX_RUN = 1_000_000
 
 
 _MICROBATCHING_WORDS = frozenset(
-    {"types", "hoisted", "positions", "refused", "accepted", "same", "graph"}
+    {"types", "hoisted", "positions", "chained", "refused", "accepted", "same", "graph"}
 )
 
 
@@ -70,6 +70,7 @@ class BundleReader(ProgramReader):
         self.expect("{")
         types: list[BatchType] = []
         marked: dict[str, set[int]] = {"hoisted": set(), "positions": set()}
+        chained: list[tuple[int, int]] = []
         refusal = None
         accepted = False
         graph: Graph | None = None
@@ -83,6 +84,12 @@ class BundleReader(ProgramReader):
                 self.at += 1
                 while self.peek().startswith("%"):
                     marked[word].add(self.ref("a value"))
+            elif self.take("chained"):
+                while self.take("("):
+                    given = self.ref("a value")
+                    self.expect(",", "between the two values")
+                    chained.append((given, self.ref("a value")))
+                    self.expect(")")
             elif self.take("refused"):
                 reason = self.string("the reason")
                 op = self.optional("op", "the position of an op")
@@ -102,7 +109,7 @@ class BundleReader(ProgramReader):
                 graph = self.graph()
             else:
                 self.expected(
-                    "types, hoisted, positions, refused, accepted, 'same graph', graph or '}'"
+                    "types, hoisted, positions, chained, refused, accepted, 'same graph', graph or '}'"
                 )
         if (graph is None) == (same_at is None):
             self.fail("microbatching holds a graph or the words 'same graph'", self.at - 1)
@@ -116,6 +123,7 @@ class BundleReader(ProgramReader):
             positions=frozenset(marked["positions"]),
             refusal=refusal,
             accepted=accepted,
+            chained=tuple(chained),
         )
         return found, same_at
 

@@ -46,6 +46,7 @@ def _write_microbatching(writer: Writer, m: Microbatching, same: bool) -> None:
     writer.wrapped("types", [f"{t}*{n}" if n > 1 else t for t, n in runs], "  ")
     writer.wrapped("hoisted", [f"%{r}" for r in sorted(m.hoisted)], "  ")
     writer.wrapped("positions", [f"%{r}" for r in sorted(m.positions)], "  ")
+    writer.wrapped("chained", [f"(%{a},%{b})" for a, b in m.chained], "  ")
     if m.refusal is not None:
         r = m.refusal
         at = "" if r.op is None else f" op {r.op}"

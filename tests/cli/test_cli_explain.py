@@ -4,11 +4,13 @@ import json
 import math
 import pathlib
 
+import optax
 import pytest
 from click.testing import CliRunner
 
+import hetjax
 from hetjax.cli.main import cli
-from hetjax.explaining.memory import stage_peaks
+from hetjax.explaining.memory import _Holders, stage_peaks
 from hetjax.explaining.movements import movements, parse_size
 from hetjax.explaining.propagation import propagate
 from hetjax.explaining.stages import outline
@@ -17,7 +19,10 @@ from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import PlanError
 from hetjax.ir.parser import parse_bundle
 from hetjax.passes.cost.estimate import estimate_program
+from hetjax.passes.cost.memory import stage_memory
 from hetjax.passes.manager import run_pipeline
+from hetjax.passes.plan_donation import plan_donation
+from tests.support import make_linen
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "lowering.hj"
 
@@ -205,3 +210,50 @@ def test_modules_are_outlined_at_the_level_that_tells_them_apart():
     assert outline(blocks) == "GPT/block_0 … GPT/block_4 (5)"
     assert outline(("GPT", "GPT/head")) == "GPT/head"
     assert outline(()) == "-"
+
+
+@pytest.fixture(scope="module")
+def adam():
+    """A linen step with Adam on two stages of two model shards, one microbatch."""
+    step, state, batch = make_linen(tx=optax.adam(1e-3))
+    parallel = hetjax.parallelize(step, num_stages=2, mesh="1,2", num_microbatches=1)
+    return parallel._lowered_entry((state, batch), {}).bundle
+
+
+def test_moments_follow_their_parameter_and_the_rest_is_replicated(adam):
+    split = [path for path, _ in adam.plan.state_specs]
+    kernel = next(p for p in split if p.startswith("state/params"))
+    moment = next(a.path for a in adam.graph.inputs if "opt_state" in a.path and a.path.endswith("/mu/" + kernel.removeprefix("state/params/")))
+    assert moment in split
+    # Said of the moment alone when the plan names only its parameter.
+    only = tuple((p, s) for p, s in adam.plan.state_specs if p != moment)
+    facts = explain_value(adam.replace(plan=adam.plan.with_(state_specs=only)), moment, price=False)
+    assert facts.places[0].chosen_by == f"it follows {kernel}, with which it is updated"
+    scale = next(a.path for a in adam.graph.inputs if a.path.endswith("norm/scale"))
+    assert explain_value(adam, scale, price=False).places[0].chosen_by == "replicated: neither plan nor rule splits it"
+    noted = adam.note("replicated", f"{scale} f32[16] on s0: dimension of 16 does not divide over model of 3")
+    assert "does not divide" in explain_value(noted, scale, price=False).places[0].chosen_by
+
+
+def test_a_batch_leaf_and_values_at_the_border(adam):
+    (tokens, *_) = explain_value(adam, "batch/tokens", price=False).places
+    assert tokens.chosen_by == "shard-stages: nothing to split it over"
+    transfer = adam.program.reshards[0]
+    places = explain_value(adam, f"%{transfer.ref}", price=False).places
+    assert {p.how for p in places} >= {"read", "given"} or len(places) >= 2
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_at_the_update_the_new_values_are_held(adam, donated):
+    """Itemised, old state, gradients and new values add up to what the totals say."""
+    program = adam.program
+    if donated:
+        program = plan_donation(adam.graph, program, True)
+        assert any(f.donated for f in program.fragments)
+    bundle = adam.replace(program=program)
+    for stage in range(len(program.meshes)):
+        memory = stage_memory(adam.graph, program, stage, 1)
+        holders = _Holders(bundle, stage, memory).at_peak(updating=True)
+        state = memory.parameters + memory.optimizer + memory.gradients
+        assert sum(h.nbytes for h in holders) == state + memory.update
+        assert any(h.kind == "new values" for h in holders)

@@ -240,6 +240,7 @@ microbatchings = st.builds(
     st.frozensets(st.integers(0, 9), max_size=4),
     st.none() | st.builds(Refusal, texts, st.none() | st.integers(0, 9), texts, texts, texts),
     st.booleans(),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple),
 )
 
 
@@ -303,6 +304,7 @@ microbatching 2 {
   types R*2 B(0)*3
   hoisted %1
   positions %2
+  chained (%0,%3) (%1,%2)
   same graph
 }
 program train_step {
@@ -417,7 +419,7 @@ KNOWN_FIELDS = {
     Graph: 6,
     BatchType: 3,
     Refusal: 5,
-    Microbatching: 7,
+    Microbatching: 8,
     StageMesh: 5,
     Port: 5,
     Fragment: 8,
@@ -435,6 +437,16 @@ KNOWN_FIELDS = {
 def test_the_text_form_knows_every_field(kind):
     """A field added to a type of the IR must print and parse; then count it here."""
     assert len(dataclasses.fields(kind)) == KNOWN_FIELDS[kind]
+
+
+def test_numbers_too_long_to_be_numbers_are_an_error():
+    with pytest.raises(ParseError, match="this number is too long"):
+        parse_graph("graph g { () = f {x=" + "9" * 5000 + "} }")
+
+
+def test_text_behind_the_end_is_an_error():
+    with pytest.raises(ParseError, match="expected the end of the text, found .graph."):
+        parse_graph("graph g { } graph h { }")
 
 
 def test_deep_nesting_is_an_error_and_not_a_recursion():
