@@ -15,8 +15,10 @@ from hetjax.ir.program import Fragment, Program, Spec
 from hetjax.passes.cost.estimate import estimate_program
 from hetjax.passes.follow_updates import follow_updates
 from hetjax.passes.manager import run_pipeline
+from hetjax.passes.pipeline import LOWERING
 
-_RELOWER = "cut-stages,shard-stages,insert-reshards,schedule,plan-donation"
+# What is done again when the plan's specs change.
+_RELOWER = ",".join(name for name in LOWERING if name != "plan-stages")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -186,6 +186,13 @@ def test_every_registered_pass_loads_and_says_what_it_does():
         parse_pipeline(name)
 
 
+def test_the_default_is_what_the_decorator_runs():
+    from hetjax.passes.pipeline import ANALYSIS, LOWERING
+
+    assert registry.ALIASES["default"].split(",") == [*ANALYSIS, "one-microbatch", *LOWERING, "verify"]
+    assert [p.name for p in parse_pipeline("default,verify")][-2:] == ["verify", "verify"]
+
+
 def test_loading_faults_name_the_target(monkeypatch):
     with pytest.raises(PassError, match=r"there is no pass|there is no such pass"):
         registry.pass_class("nope")
