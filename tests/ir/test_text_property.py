@@ -347,45 +347,39 @@ def test_the_example_of_every_construct_round_trips():
     assert parse_bundle(print_bundle(bundle)) == bundle
 
 
-@pytest.mark.parametrize("parse", [parse_bundle, parse_graph, parse_program])
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_mutated_text_parses_or_raises_our_own_error(parse, data):
+INSERTED = ["", "%", "}", "{", "(", '"', "graph", "@", "|", "9" * 5000, "-", ":f32[", "#", "\\", "~"]
+
+
+def check_mutated(parse, data, rounds):
+    """Draws edits of the example and parses what they leave."""
     text = EXAMPLE
     if parse is parse_graph:
         text = text[text.index("graph") : text.index("microbatching")]
     elif parse is parse_program:
         text = text[text.index("program") : text.index("note")]
-    for _ in range(data.draw(st.integers(1, 4))):
+    for _ in range(data.draw(st.integers(1, rounds))):
         at = data.draw(st.integers(0, len(text)))
         length = data.draw(st.integers(0, 8))
-        inserted = data.draw(
-            st.sampled_from(
-                [
-                    "",
-                    "%",
-                    "}",
-                    "{",
-                    "(",
-                    '"',
-                    "graph",
-                    "@",
-                    "|",
-                    "9" * 5000,
-                    "-",
-                    ":f32[",
-                    "#",
-                    "\\",
-                    "~",
-                ]
-            )
-            | st.text(max_size=3)
-        )
-        text = text[:at] + inserted + text[at + length :]
+        text = text[:at] + data.draw(st.sampled_from(INSERTED) | st.text(max_size=3)) + text[at + length :]
     try:
         parse(text)
     except (ParseError, ClusterError, PlanError) as error:
         assert str(error)
+
+
+@pytest.mark.parametrize("parse", [parse_bundle, parse_graph, parse_program])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_mutated_text_parses_or_raises_our_own_error(parse, data):
+    check_mutated(parse, data, 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("parse", [parse_bundle, parse_graph, parse_program])
+@settings(max_examples=20_000, deadline=None)
+@given(data=st.data())
+def test_much_mutated_text_parses_or_raises_our_own_error(parse, data):
+    check_mutated(parse, data, 12)
 
 
 @settings(max_examples=200, deadline=None)
