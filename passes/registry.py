@@ -59,7 +59,7 @@ PASSES: dict[str, str] = {
 ALIASES: dict[str, str] = {
     "default": (
         "inline-calls,label-regions,label-blocks,annotate-costs,prove-microbatching,plan-stages,cut-stages,"
-        "shard-stages,insert-reshards,schedule,plan-donation,verify"
+        "split-backward,shard-stages,insert-reshards,schedule,plan-donation,verify"
     ),
 }
 

@@ -189,7 +189,7 @@ def test_every_registered_pass_loads_and_says_what_it_does():
 def test_the_default_is_what_the_decorator_runs():
     from hetjax.passes.pipeline import ANALYSIS, LOWERING
 
-    assert registry.ALIASES["default"].split(",") == [*ANALYSIS, "one-microbatch", *LOWERING, "verify"]
+    assert registry.ALIASES["default"].split(",") == [*ANALYSIS, "prove-microbatching", *LOWERING]
     assert [p.name for p in parse_pipeline("default,verify")][-2:] == ["verify", "verify"]
 
 
