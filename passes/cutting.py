@@ -19,6 +19,9 @@ MAX_CANDIDATES = 400
 # The least share of an even stage's time that a stage should have.
 LEAST_SHARE = 0.1
 
+# How much slower the slowest stage may be for cuts that send fewer bytes than any place nearby.
+BALANCE_FOR_BYTES = 1.5
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
@@ -93,10 +96,10 @@ def cut_candidates(graph: Graph, micro: Microbatching) -> Candidates:
 def cheap_places(candidates: Candidates, num_stages: int) -> tuple[Candidate, ...]:
     """Returns the places that no place nearby beats in bytes.
 
-    Nearby is a quarter of an even stage's work to either side: a cut inside a normalisation sends
-    statistics beside the activation for a balance nobody would notice.
+    Nearby is half of an even stage's work to either side, so that a model of at least as many blocks
+    as stages is cut between blocks: a cut inside one sends a second activation beside the residual.
     """
-    reach = candidates.total_flops / num_stages / 4
+    reach = candidates.total_flops / num_stages / 2
     return tuple(
         c for c in candidates.places
         if not any(
@@ -156,15 +159,29 @@ def best_cuts(
     num_stages = len(speeds)
     if num_stages == 1:
         return []
-    places = cheap_places(candidates, num_stages)
-    if len(places) < num_stages - 1:
-        places = candidates.places
-    if len(places) < num_stages - 1:
+    if len(candidates.places) < num_stages - 1:
         raise PlanError(
             f"{num_stages} stages need {num_stages - 1} cuts, but the forward has "
-            f"{len(places)} places to cut; ask for at most {len(places) + 1} stages"
+            f"{len(candidates.places)} places to cut; ask for at most {len(candidates.places) + 1} stages"
         )
-    edges = np.array([0, *(c.flops_before for c in places), candidates.total_flops], float)
+    anywhere = _cut_at(candidates.places, candidates.total_flops, speeds, bytes_s, latencies_s)
+    cheap = _cut_at(
+        cheap_places(candidates, num_stages), candidates.total_flops, speeds, bytes_s, latencies_s
+    )
+    if anywhere is None:
+        raise PlanError("no set of cuts leaves work for every stage; ask for fewer stages")
+    return cheap[1] if cheap is not None and cheap[0] <= BALANCE_FOR_BYTES * anywhere[0] else anywhere[1]
+
+
+def _cut_at(
+    places: Sequence[Candidate], total_flops: int, speeds: Sequence[float],
+    bytes_s: Sequence[float], latencies_s: Sequence[float],
+) -> tuple[float, list[Candidate]] | None:
+    """Returns (seconds of the slowest stage, cuts) of the best cuts at the places given, or None."""
+    num_stages = len(speeds)
+    if len(places) < num_stages - 1:
+        return None
+    edges = np.array([0, *(c.flops_before for c in places), total_flops], float)
     crossing = np.array([c.nbytes for c in places], float)
     bandwidth = np.array(bytes_s or [np.inf] * (num_stages - 1))
     latency = np.array(latencies_s or [0.0] * (num_stages - 1))
@@ -173,13 +190,14 @@ def best_cuts(
     stretch[np.tril_indices(n)] = np.inf
     price = 2 * (latency[:, None] + crossing[None, :] / bandwidth[:, None])  # [cut, place]
     times = [3 * stretch / v for v in speeds]  # seconds of stage s between two edges
-    ideal = 3 * candidates.total_flops / sum(speeds)
+    ideal = 3 * total_flops / sum(speeds)
     # A stage that was asked for gets work worth the name, where the places allow it: in a tiny model a cut before the scalar loss would else always be cheapest.
     fair = [np.where(t < LEAST_SHARE * ideal, np.inf, t) for t in times]
     found = _best(fair, price, crossing, ideal, n) or _best(times, price, crossing, ideal, n)
     if found is None:
-        raise PlanError("no set of cuts leaves work for every stage; ask for fewer stages")
-    return [places[e - 1] for e in found]
+        return None
+    slowest = max(times[s][a, b] for s, (a, b) in enumerate(zip([0, *found], [*found, n - 1])))
+    return float(slowest), [places[e - 1] for e in found]
 
 
 def _best(

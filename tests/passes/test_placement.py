@@ -56,7 +56,9 @@ def test_every_block_boundary_is_a_place_to_cut_with_one_value(graph):
     assert {c.cut.block for c in cheap_places(candidates, 2)} < {c.cut.block for c in candidates.places}
 
 
-def test_a_fast_stage_gets_more_work(graph):
+def test_a_fast_stage_gets_more_work():
+    step, state, batch = make_linen(blocks=4)
+    graph = analysed(step, state, batch)
     candidates = cut_candidates(graph, one_microbatch(graph))
     total = candidates.total_flops
     even = best_cuts(candidates, [1.0, 1.0])[0].flops_before / total
