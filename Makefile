@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick nightly lint docs-check bench build clean
+.PHONY: help demo test quick nightly lint docs docs-check bench build clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ nightly: $(VENV)/installed-dev ## The longer searches, left out of `make test`
 lint: $(VENV)/installed-dev ## ruff and pyright
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/installed ## docs/passes.md, from the passes
+	$(BIN)/python -m hetjax.cli.pass_docs > docs/passes.md
 
 docs-check: $(VENV)/installed-dev ## Every path, command and make target named in the documents exists
 	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)

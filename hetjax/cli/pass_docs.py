@@ -99,7 +99,7 @@ def page() -> str:
     lines = [
         "# Passes",
         "",
-        "Made from the passes by `python -m hetjax.cli.pass_docs`; a test checks that it is current.",
+        "Made from the passes by `make docs`; a test checks that it is current.",
         "How a pipeline string is written: [debugging.md](debugging.md).",
         "",
         f"`default` stands for `{ALIASES['default']}`.",

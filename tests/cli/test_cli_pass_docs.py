@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 def test_the_page_of_passes_is_current():
     assert (ROOT / "docs" / "passes.md").read_text() == page(), (
-        "run: python -m hetjax.cli.pass_docs > docs/passes.md"
+        "run: make docs"
     )
 
 
