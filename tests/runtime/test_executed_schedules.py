@@ -17,7 +17,7 @@ from tests.support import assert_same, copy_tree, make_batch, make_linen
 @pytest.fixture(scope="module")
 def split_step():
     """A tied model with masked loss on three stages, compiled with its backward in two halves."""
-    step, state, _ = make_linen(loss="masked", tied=True)
+    step, state, _ = make_linen(loss="masked", tied=True, blocks=3)
     batch = make_batch(10)
     parallel = hetjax.parallelize(step, num_stages=3, num_microbatches=5, mesh="1,1", schedule="zb-h1")
     ours, _ = parallel(state, batch)
