@@ -124,11 +124,17 @@ class Diff(Instrument):
         if not parts:
             self.write(f"// ----- {_where(step)}: nothing changed -----")
             return
-        lines = diff(
-            print_bundle(only(before, parts), scopes=False, nones=False),
-            print_bundle(only(after, parts), scopes=False, nones=False),
-        )
+        # A part that was not there before differs from nothing: its size is said, not its every line.
+        new = [p for p in parts if not getattr(before, p)]
+        texts = [
+            print_bundle(only(b, set(parts) - set(new)), scopes=False, nones=False)
+            for b in (before, after)
+        ]
+        lines = diff(*texts)
         body = render(lines, side=self.side, colour=self.colour, width=self.width)
+        for p in new:
+            count = len(print_bundle(only(after, (p,)), nones=False).splitlines()) - 1
+            body += f"\n+ {p}: {count} lines, new; --print={step.name} shows them"
         self.write(f"// ----- {_where(step)} changed {', '.join(parts)} -----\n{body}")
 
 

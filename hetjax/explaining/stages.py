@@ -66,6 +66,8 @@ def program_stages(bundle: Bundle, estimate: ProgramEstimate) -> list[StageFacts
     if program is None or cluster is None:
         raise PlanError("the stages of a program need a program and its cluster")
     in_flight = peak_in_flight(program.tasks)
+    graph_ops = bundle.graph.ops if bundle.graph is not None else ()
+    order = {op.block: -i for i, op in enumerate(reversed(graph_ops))}  # modules as the step runs
     out = []
     for s, mesh in enumerate(program.meshes):
         mine = [f for f in program.fragments if f.stage == s]
@@ -86,7 +88,7 @@ def program_stages(bundle: Bundle, estimate: ProgramEstimate) -> list[StageFacts
                 mesh.kind,
                 len(mesh.devices),
                 mesh.axes,
-                tuple(modules),
+                tuple(sorted(modules, key=lambda m: order.get(m, 0))),
                 memory.parameters,
                 memory.optimizer,
                 memory.activations * max(1, in_flight[s]),

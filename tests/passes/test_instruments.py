@@ -104,6 +104,21 @@ def test_diff_shows_changed_ops_and_folds_the_rest(bundle):
     ]
 
 
+def test_a_new_part_is_counted_and_not_spelled_out(bundle):
+    @dataclasses.dataclass(frozen=True)
+    class Adds(Boom):
+        def apply(self, bundle):
+            return bundle.note("topic", "sentence")
+
+    out = []
+    run_pipeline(bundle, [Adds()], [Diff(out.append)])
+    assert out == [
+        "// ----- boom (1 of 1) changed notes -----\n"
+        "  … 1 lines unchanged\n"
+        "+ notes: 1 lines, new; --print=boom shows them"
+    ]
+
+
 def test_renumbering_is_no_difference_and_a_swapped_operand_is():
     before = "%1:f32[] = neg %0\n%2:f32[] = exp %1\n%3:f32[] = sub %1 %2"
     shifted = "%5:f32[] = iota\n%6:f32[] = neg %0\n%7:f32[] = exp %6\n%8:f32[] = sub %6 %7"
