@@ -49,13 +49,27 @@ class ProveMicrobatching:
 
 def _proved(bundle: Bundle, full: Graph, untyped: Microbatching, *, accept: bool) -> Bundle:
     small, num = untyped.graph, untyped.num_microbatches
-    micro = prove(full, small, num)
+
+    def proof(**options: bool) -> Microbatching:
+        found = prove(_with_equations(full), _with_equations(small), num, **options)
+        return dataclasses.replace(found, graph=small)
+
+    micro = proof()
     if micro.refusal is not None and (lifted := _lifted(full)) is not full:
         full, small = lifted, _lifted(small)
-        micro = prove(full, small, num)
+        micro = proof()
     if micro.refusal is not None and accept:
-        micro = prove(full, small, num, accept=True)
+        micro = proof(accept=True)
     return bundle.replace(graph=full, microbatching=micro)
+
+
+def _with_equations(graph: Graph) -> Graph:
+    """Returns a graph whose ops carry their equations: the rules read dimension numbers from them."""
+    if all(op.eqn is not None for op in graph.ops):
+        return graph
+    from hetjax.ir.rebuild import rebuild_equations
+
+    return rebuild_equations(graph)
 
 
 def _lifted(graph: Graph) -> Graph:

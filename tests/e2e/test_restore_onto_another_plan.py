@@ -22,7 +22,7 @@ RESTORE = textwrap.dedent(
     import hetjax
     from tests.support import make_batch, make_linen
 
-    step, state, batch = make_linen(tx=optax.adam(1e-3))
+    step, state, batch = make_linen(tx=optax.adam(1e-3), blocks=4)
     abstract = jax.eval_shape(lambda: state)
     parallel = hetjax.parallelize(step, num_stages=3, num_microbatches=4, mesh="1,1;2,1;1,1")
     parallel.plan_for(abstract, batch)
@@ -37,7 +37,7 @@ RESTORE = textwrap.dedent(
 
 
 def test_saved_under_two_stages_restored_under_three(tmp_path):
-    step, state, batch = make_linen(tx=optax.adam(1e-3))
+    step, state, batch = make_linen(tx=optax.adam(1e-3), blocks=4)
     parallel = hetjax.parallelize(step, num_stages=2, num_microbatches=2, mesh="2,1")
     plain, theirs = jax.jit(step), copy_tree(state)
     for _ in range(2):
