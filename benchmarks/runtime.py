@@ -120,21 +120,18 @@ def arm_one_device(framework: str, seconds: float) -> None:
 
     import hetjax
     from hetjax.demo import session, training
-    from hetjax.demo.models import Config
     from hetjax.demo.text import batches, load_corpus
 
     corpus = load_corpus()
-    config = Config(corpus.vocab_size)
+    config = training.Config(corpus.vocab_size)
     fresh = session.fresh_states(framework, config, training.adamw(300))
     batch = jax.device_put(next(batches(corpus.train, session.BATCH_SIZE, config.length, seed=0)))
-    options = {"num_stages": 1, "num_microbatches": 1, "mesh": "1,1"}
+    train_step = session.model_of(framework).train_step
+    steps = {
+        "plain": session.jit_of(framework)(train_step),
+        "hetjax": hetjax.parallelize(train_step, num_stages=1, num_microbatches=1, mesh="1,1"),
+    }
     arms = {}
-    if framework == "linen":
-        steps = {"plain": jax.jit(training.linen_step), "hetjax": hetjax.parallelize(training.linen_step, **options)}
-    else:
-        from flax import nnx
-
-        steps = {"plain": nnx.jit(training.nnx_step), "hetjax": hetjax.parallelize(training.nnx_step, **options)}
     for name, step in steps.items():
         held = [fresh()]
 

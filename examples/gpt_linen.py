@@ -21,8 +21,9 @@ import orbax.checkpoint as ocp
 from flax.training.train_state import TrainState
 
 import hetjax
-from hetjax.demo.models import GPT, Config
+from hetjax.demo.linen_gpt import GPT
 from hetjax.demo.text import batches, load_corpus
+from hetjax.demo.training import Config
 
 
 def loss_of(apply_fn, params, batch):

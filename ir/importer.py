@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,11 +22,17 @@ def aval_of(aval: Any) -> Aval:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return Aval("token", ())
+    return Aval(_name_of(dtype), tuple(aval.shape), bool(getattr(aval, "weak_type", False)))
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    """Returns a dtype's short name; kept, because NumPy composes its own anew each time it is asked."""
     name = getattr(dtype, "name", None) or str(dtype)
     # float0 is a structured NumPy dtype whose name is void-like.
     if str(dtype) == "[('float0', 'V')]" or name.startswith("void"):
         name = "float0"
-    return Aval(short_dtype(name), tuple(aval.shape), bool(getattr(aval, "weak_type", False)))
+    return short_dtype(name)
 
 
 class _Builder:

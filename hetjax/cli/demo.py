@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pathlib
@@ -70,6 +71,8 @@ def _run(
 ) -> dict[str, Any]:
     from hetjax.demo import session as demo_session
 
+    # Tracing makes objects that stay: looking through them for garbage costs a tenth of a start.
+    gc.disable()
     folder = cache_folder()
     cached = demo_session.use_compilation_cache(folder)
     show: dict[str, Callable[[str, int, int], None]] = {}
@@ -130,6 +133,8 @@ def _train(session: Session, bar: Progress, row: Any, begin: float) -> tuple[lis
         ticks.append(tick)
         if tick.step == 1:
             first_step_s = time.perf_counter() - begin
+            gc.freeze()
+            gc.enable()
             bar.remove_task(row)
             bar.console.print(f"first step done {first_step_s:.1f} s after the start", highlight=False)
             if hasattr(session.step, "plan"):

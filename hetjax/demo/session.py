@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -132,24 +133,15 @@ def open_session(
       plain: leave them under plain jit, on one device.
       progress: called with (fragment, done, total) as fragments are compiled.
     """
-    import jax
-
     import hetjax
     from hetjax.demo import training
-    from hetjax.demo.models import Config
     from hetjax.demo.text import load_corpus
 
     corpus = load_corpus()
-    config = Config(corpus.vocab_size, num_layers=num_layers)
+    config = training.Config(corpus.vocab_size, num_layers=num_layers)
     optimizer = training.adamw(num_steps)
     fresh = fresh_states(framework, config, optimizer)
-    evaluate: Any
-    if framework == "linen":
-        step, evaluate, jit = training.linen_step, training.linen_eval, jax.jit
-    else:
-        from flax import nnx
-
-        step, evaluate, jit = training.nnx_step, training.nnx_eval, nnx.jit
+    gpt, jit = model_of(framework), jit_of(framework)
 
     def parallelize(step: Any) -> Any:
         if plain:
@@ -158,25 +150,38 @@ def open_session(
             step, cluster=CLUSTER, num_microbatches=NUM_MICROBATCHES, progress=progress
         )
 
-    parallel = parallelize(step)
-    evaluate = jit(evaluate) if plain else hetjax.parallelize(evaluate, like=parallel)
+    parallel = parallelize(gpt.train_step)
+    evaluate = jit(gpt.evaluate) if plain else hetjax.parallelize(gpt.evaluate, like=parallel)
     return Session(
         framework, config, corpus, num_steps, optimizer, parallel, evaluate, fresh(), fresh, parallelize
     )
 
 
-def fresh_states(framework: str, config: Any, optimizer: Any) -> Callable[[], Any]:
-    """Returns a function that gives the same new state each time: equal structure, no shared objects."""
-    import jax
+def model_of(framework: str) -> Any:
+    """Returns the module with the model and its `create`, `train_step`, `evaluate`: only that framework is imported."""
+    return importlib.import_module(f"hetjax.demo.{framework}_gpt")
 
-    from hetjax.demo import training
 
+def jit_of(framework: str) -> Callable[..., Any]:
+    """Returns the plain jit of a framework."""
     if framework == "linen":
-        state = training.create_linen(config, optimizer)
-        return lambda: state
+        import jax
+
+        return jax.jit
     from flax import nnx
 
-    graphdef, state = nnx.split(training.create_nnx(config, optimizer))
+    return nnx.jit
+
+
+def fresh_states(framework: str, config: Any, optimizer: Any) -> Callable[[], Any]:
+    """Returns a function that gives the same new state each time: equal structure, no shared objects."""
+    state = model_of(framework).create(config, optimizer)
+    if framework == "linen":
+        return lambda: state
+    import jax
+    from flax import nnx
+
+    graphdef, state = nnx.split(state)
     # merge takes over the variables it is given; a new tree of them keeps this one as it is.
     return lambda: nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
 
@@ -227,12 +232,11 @@ def parity(session: Session) -> Iterator[ParityRow]:
     """
     import optax
 
-    from hetjax.demo import training
     from hetjax.demo.text import batches
     from hetjax.frontend.parity import Case, run_plain, side_by_side
 
     linen = session.framework == "linen"
-    step = training.linen_step if linen else training.nnx_step
+    step = model_of(session.framework).train_step
 
     def of_state(step: Callable[..., Any]) -> Callable[..., Any]:
         """A `Case` has one state; the nnx step takes its two objects one by one."""
