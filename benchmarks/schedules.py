@@ -3,6 +3,7 @@
     python benchmarks/schedules.py            the whole run, a table
     python benchmarks/schedules.py --quick    fewer instances, within 50 s
     python benchmarks/schedules.py --json     one object
+    python benchmarks/schedules.py --executed only what is executed in real time
 
 The random pipelines are those of `hetjax.passes.schedules.samples.random_pipeline` from the seed printed.
 """
@@ -13,6 +14,12 @@ import argparse
 import itertools
 import json
 import os
+
+# Before jax is imported: four devices, and threads enough that none of their collectives starves.
+os.environ.setdefault("NPROC", "32")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 import platform
 import random
 import statistics
@@ -147,18 +154,71 @@ def simulator_speed(seconds: float) -> list[Figure]:
     ]
 
 
+def executed_without_values(unit_s: float) -> list[Figure]:
+    """Returns how schedules do in real time, stages and links modelled, values left out."""
+    import _schedule_runs as runs
+
+    took = runs.without_values(unit_s)
+    wall_s, told_s = runs.three_sites(unit_s)
+    return [
+        *_slow_link("executed without values", took["1f1b"], took["virtual-1f1b"], took["virtual-1f1b simulated"], took["bound"]),
+        figure("8 stages on 3 sites, shared uplink: executed / simulated", wall_s / told_s, "ratio", "0.95 to 1.05", abs(wall_s / told_s - 1) <= 0.05),
+    ]
+
+
+def _slow_link(what: str, plain_s: float, virtual_s: float, told_s: float, bound_s: float) -> list[Figure]:
+    gain, told, bound = plain_s / virtual_s, virtual_s / told_s, virtual_s / bound_s
+    return [
+        figure(f"slow middle link, {what}: virtual-1f1b over 1f1b", gain, "x", ">= 1.65", gain >= 1.65),
+        figure(f"slow middle link, {what}: executed / simulated", told, "ratio", "0.95 to 1.05", abs(told - 1) <= 0.05),
+        figure(f"slow middle link, {what}: executed / lower bound", bound, "ratio", "<= 1.08", bound <= 1.08),
+    ]
+
+
+def executed(unit_s: float) -> list[Figure]:
+    """Returns the same with a real step's arrays, and what dispatching costs."""
+    import _schedule_runs as runs
+
+    costs = runs.slow_middle(unit_s)
+    whole = runs.Executed(split=False)
+    plain_s, _, _, apart = whole.run("1f1b", costs)
+    virtual_s, told_s, _, near = whole.run("virtual-1f1b", costs)
+    out = _slow_link("real arrays", plain_s, virtual_s, told_s, lower_bound(costs).lower_s)
+    apart = max(apart, near)
+    out.append(figure("parameters and momenta against plain jit, of what is allowed", apart, "ratio", "<= 1", apart <= 1))
+    one_s, threads_s = whole.dispatch(15)
+    out.append(figure("a step by threads / by one dispatcher, nothing modelled", threads_s / one_s, "ratio", "", True))
+    even = costs.replace(latency_s=(0.0,) * 3)
+    _, _, bubble, _ = whole.run("1f1b", even)
+    _, _, halved, near = runs.Executed(split=True).run("zb-h1", even)
+    out.append(figure("zb-h1 bubble / 1f1b bubble, executed, 4 stages, 32 microbatches", halved / bubble, "ratio", "<= 0.4", halved / bubble <= 0.4))
+    out.append(figure("zb-h1 parameters and momenta against plain jit, of what is allowed", near, "ratio", "<= 1", near <= 1))
+    jit_s, ours_s = runs.one_stage(60)
+    out.append(figure("one stage on one device / plain jit", ours_s / jit_s, "ratio", "<= 1.05", ours_s / jit_s <= 1.05))
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="end within 50 s")
+    parser.add_argument("--executed", action="store_true", help="only what is executed in real time")
     args = parser.parse_args()
     count = 60 if args.quick else 500
-    figures, rows = golden()
-    figures += simulator_speed(1.5 if args.quick else 6)
-    figures += zero_bubble()
-    figures += near_the_bound(count, None)
-    figures += near_the_bound(count, 2)
-    not_measured = [f"all 500 random pipelines (the first {count} here)"] if args.quick else []
+    figures: list[Figure] = []
+    rows: list[str] = []
+    if not args.executed:
+        figures, rows = golden()
+        figures += simulator_speed(1.5 if args.quick else 6)
+        figures += zero_bubble()
+        figures += near_the_bound(count, None)
+        figures += near_the_bound(count, 2)
+    figures += executed_without_values(0.015 if args.quick else 0.03)
+    not_measured = []
+    if args.quick:
+        not_measured = [f"all 500 random pipelines (the first {count} here)", "execution with real arrays"]
+    else:
+        figures += executed(0.03)
     machine = {
         "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
         "python": platform.python_version(), "seed": SEED,

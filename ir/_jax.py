@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import (
+    config as _config,  # which settings a thread has of its own: contexts only set them
+)
 from jax._src import (
     core as _core,  # DropVar and effects; jax.extend.core has no constructor for the first
 )
@@ -320,3 +324,19 @@ def entry_function(module: Any) -> Any:
         op for op in module.body.operations
         if op.operation.name == "func.func" and "main" in str(op.operation.attributes["sym_name"])
     )
+
+
+def local_config() -> list[tuple[Any, Any]]:
+    """Returns the settings that context managers of this thread hold (enable_x64, debug_nans, …)."""
+    # Context managers act on one thread; no public call lists what they have set.
+    found = ((state, state.get_local()) for state in _config.config_states.values())
+    return [(state, value) for state, value in found if value is not _config.config_ext.unset]
+
+
+@contextlib.contextmanager
+def with_local_config(settings: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Sets in this thread what `local_config` found in another."""
+    with contextlib.ExitStack() as stack:
+        for state, value in settings:
+            stack.enter_context(_config.StateContextManager(state, value))
+        yield

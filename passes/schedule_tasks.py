@@ -89,11 +89,25 @@ def schedule_tasks(
             [(_kind(f), None, f) for f in program.fragments if f.stage == s]
             for s in range(num_stages)
         ]
-    else:
-        compute = _compute(kind, costs, warmups, is_split(program))
-        order = [_microbatched(program, s, compute[s]) for s in range(num_stages)]
-    weave = _Weaver(program)
-    return tuple(tuple(weave.stage(s, items)) for s, items in enumerate(order))
+        weaver = _Weaver(program)
+        return tuple(tuple(weaver.stage(s, items)) for s, items in enumerate(order))
+    return weave(program, _compute(kind, costs, warmups, is_split(program)))
+
+
+def weave(program: Program, compute: TaskLists) -> tuple[tuple[Task, ...], ...]:
+    """Returns the program's task lists, compute in the order given, one list per mesh.
+
+    Args:
+      program: with fragments and reshards, and more than one microbatch.
+      compute: F, B, I and W per stage, as `hetjax.passes.schedules.schedule` makes them.
+
+    Raises:
+      PlanError: a stage has several fragments of a kind.
+    """
+    weaver = _Weaver(program)
+    return tuple(
+        tuple(weaver.stage(s, _microbatched(program, s, items))) for s, items in enumerate(compute)
+    )
 
 
 def _compute(kind: str, costs: PipelineCosts, warmups: tuple[int, ...], split: bool) -> TaskLists:

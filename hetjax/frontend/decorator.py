@@ -30,7 +30,7 @@ def parallelize(
     num_stages: int | None = None, num_microbatches: int | None = None, mesh: MeshLike = None,
     schedule: str | None = None, plan: Plan | str | Path | None = None,
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
-    per_microbatch: bool = False, rehearse: bool = False, like: ParallelFunction | None = None,
+    per_microbatch: bool = False, rehearse: bool | str = False, like: ParallelFunction | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Any: ...
 
@@ -40,7 +40,7 @@ def parallelize(
     num_stages: int | None = None, num_microbatches: int | None = None, mesh: MeshLike = None,
     schedule: str | None = None, plan: Plan | str | Path | None = None,
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
-    per_microbatch: bool = False, rehearse: bool = False, like: ParallelFunction | None = None,
+    per_microbatch: bool = False, rehearse: bool | str = False, like: ParallelFunction | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Any:
     """Returns the train step, run across the devices of a cluster with the numbers of plain jax.jit.
@@ -62,7 +62,9 @@ def parallelize(
       donate: lets the new state reuse the old one's buffers, as jit's donate_argnums does.
       per_microbatch: accepts that the step's meaning is per microbatch where it is no sum over examples
         (batch statistics).
-      rehearse: lets CPU devices stand for the cluster's.
+      rehearse: lets CPU devices stand for the cluster's. "timed" also lets stages and links take the
+        seconds that the cost model gives the cluster's, in real time; a call then returns when the step
+        has ended.
       like: another parallel function whose plan and placement of state this one follows; for
         evaluation, averages, norms, generation.
       progress: called with (fragment, done, total) as fragments are compiled.
@@ -82,6 +84,8 @@ def parallelize(
             f"parallelize takes a function, not a {type(fn).__name__}; options are given by name, "
             "as in @hetjax.parallelize(cluster='cluster.toml')"
         )
+    if rehearse not in (False, True, "timed"):
+        raise PlanError(f"rehearse is {rehearse!r}; it may be False, True or 'timed'")
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
         schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,
@@ -102,7 +106,7 @@ class ParallelFunction:
 
     def __init__(
         self, fn: Callable[..., Any], cluster: Cluster | str | Path | None, options: Options,
-        batch_argnums: Sequence[int] | None, rehearse: bool, like: ParallelFunction | None,
+        batch_argnums: Sequence[int] | None, rehearse: bool | str, like: ParallelFunction | None,
         progress: Callable[[str, int, int], None] | None,
     ):
         functools.update_wrapper(self, fn, updated=())
@@ -125,17 +129,29 @@ class ParallelFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("HETJAX_DISABLE") == "1":
             return self._plain_jit()(*args, **kwargs)
+        entry, leaves = self._ready_entry(args, kwargs)
+        results = entry.run(leaves)
+        return rebuild_result(entry.structure, entry.returned, results, args, kwargs)
+
+    def _ready_entry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Entry, list[Any]]:
+        """Returns the compiled entry of a call, and the call's leaves."""
         leaves, structure = flatten_call(args, kwargs, self._in_place)
         marks = leaf_marks(leaves)
         if self._last is not None and self._last[0] == structure and self._last[1] == marks:
             entry = self._last[2]
         else:
             entry = self._entry((structure, leaf_types(leaves)), leaves, structure)
-            entry.compile(self.devices, self._progress)
+            entry.compile(self.devices, self._progress, self._emulate())
             self._last = (structure, marks, entry)
         self._latest = entry
-        results = entry.run(leaves)
-        return rebuild_result(structure, entry.returned, results, args, kwargs)
+        return entry, leaves
+
+    def _emulate(self) -> Callable[[Any], Any] | None:
+        if self._rehearse != "timed":
+            return None
+        from hetjax.frontend.rehearsal import cluster_emulation
+
+        return functools.partial(cluster_emulation, self.cluster)
 
     @functools.cached_property
     def _jitted(self) -> Any:
@@ -226,7 +242,7 @@ class ParallelFunction:
         if self._devices is None:
             from hetjax.ir.accelerator import match_devices
 
-            self._devices = match_devices(self.cluster, rehearse=self._rehearse)
+            self._devices = match_devices(self.cluster, rehearse=bool(self._rehearse))
         return self._devices
 
     # -- looking -----------------------------------------------------------------------------------
@@ -265,7 +281,9 @@ class ParallelFunction:
         return explain(self._in_use(), self.cluster)
 
     def stats(self) -> dict[str, Any]:
-        """Returns what was counted since the first call, as a flat dict for any logger.
+        """Returns what was counted since the first call, as a flat dict for any logger; waits for nothing.
+
+        `hetjax.frontend.statistics.statistics_of` lists its keys.
 
         Raises:
           PlanError: nothing has run yet.
@@ -273,19 +291,25 @@ class ParallelFunction:
         entry = self._in_use()
         if entry.executor is None:
             raise PlanError(f"{self._name()} has not run yet; call it first")
-        counters = entry.executor.counters
-        steps = max(1, counters.steps)
-        return {
-            "stages": entry.plan.num_stages,
-            "microbatches": entry.plan.num_microbatches,
-            "schedule": entry.plan.schedule,
-            "steps": counters.steps,
-            "launches": counters.launches // steps,
-            "transfers": counters.transfers // steps,
-            "bytes_between_stages": counters.bytes_between_stages // steps,
-            "compiled": len(entry.program.fragments),
-            "plans": len(self._entries),
-        }
+        from hetjax.frontend.statistics import statistics_of
+
+        return statistics_of(entry, self.cluster, len(self._entries))
+
+    def measure(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what a call returns, having waited for each of its tasks alone.
+
+        `stats()` then has bubble, exposed communication and seconds per stage. On devices that share
+        cores, stages slow each other down as they do in any step.
+
+        Raises:
+          RuntimeFault: a stage failed.
+        """
+        from hetjax.frontend.statistics import warn_of_drift
+
+        entry, leaves = self._ready_entry(args, kwargs)
+        results = entry.run(leaves, watched=True)
+        warn_of_drift(entry)
+        return rebuild_result(entry.structure, entry.returned, results, args, kwargs)
 
     def block_until_ready(self) -> None:
         """Waits for all work that calls have started.
@@ -345,7 +369,8 @@ class Lowered:
           ClusterError: the devices described are not at hand.
           LoweringError: a fragment cannot be compiled.
         """
-        self._entry.compile(self._function.devices, self._function._progress)
+        function = self._function
+        self._entry.compile(function.devices, function._progress, function._emulate())
         return Compiled(self._function, self._entry)
 
 

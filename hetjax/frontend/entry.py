@@ -11,7 +11,7 @@ from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Graph, Literal
 from hetjax.ir.program import Program
 from hetjax.runtime.compiler import CompiledFragment, compile_program
-from hetjax.runtime.executor import Executor
+from hetjax.runtime.executor import Emulation, Executor
 from hetjax.runtime.feeding import Feeder
 from hetjax.runtime.meshes import jax_mesh, named_sharding
 
@@ -38,26 +38,36 @@ class Entry:
         self._fragments: Mapping[str, CompiledFragment] = {}
         self._meshes: Sequence[Any] = ()
 
-    def compile(self, devices: Sequence[Any], progress: Callable[[str, int, int], None] | None = None) -> None:
+    def compile(
+        self, devices: Sequence[Any], progress: Callable[[str, int, int], None] | None = None,
+        emulate: Callable[[Program], Emulation] | None = None,
+    ) -> None:
         """Compiles the program for devices, once.
+
+        Args:
+          devices: one jax device per cluster device.
+          progress: told of each fragment compiled.
+          emulate: says what work and transfers take on devices that are not there; None lets the
+            devices take their own time.
 
         Raises:
           LoweringError: a fragment cannot be lowered or compiled.
         """
         if self.executor is None:
             fragments, meshes = compile_program(self.program, devices, progress)
-            self._install(fragments, meshes, devices)
+            self._install(fragments, meshes, devices, emulate(self.program) if emulate else None)
 
-    def adopt(self, other: Entry) -> None:
+    def adopt(self, other: Entry, *, threads: bool = False, emulation: Emulation | None = None) -> None:
         """Runs what another entry has compiled: the same fragments, with this program's task lists."""
-        self._install(other._fragments, other._meshes, other._devices)
+        self._install(other._fragments, other._meshes, other._devices, emulation, threads)
 
     def _install(
-        self, fragments: Mapping[str, CompiledFragment], meshes: Sequence[Any], devices: Sequence[Any]
+        self, fragments: Mapping[str, CompiledFragment], meshes: Sequence[Any], devices: Sequence[Any],
+        emulation: Emulation | None = None, threads: bool = False,
     ) -> None:
         self._fragments, self._meshes, self._devices = fragments, meshes, tuple(devices)
         cap = any(d.platform == "cpu" for d in devices)
-        self.executor = Executor(self.program, fragments, meshes, cap)
+        self.executor = Executor(self.program, fragments, meshes, cap, threads, emulation)
         self._feeder = Feeder(self.graph, self.program, self.executor)
         self._loose = self._loose_results()
 
@@ -70,8 +80,12 @@ class Entry:
             if r.stage is not None and self.graph.outputs[r.result].updates is None
         ]
 
-    def run(self, leaves: Sequence[Any]) -> list[Any]:
+    def run(self, leaves: Sequence[Any], watched: bool = False) -> list[Any]:
         """Returns one array per output leaf.
+
+        Args:
+          leaves: one per input leaf.
+          watched: whether to wait for every task and keep its time.
 
         Raises:
           RuntimeFault: a stage failed.
@@ -82,7 +96,7 @@ class Entry:
         if executor is None or feeder is None:
             raise PlanError("the entry was not compiled")
         placed, feeds = feeder.feed(leaves)
-        results = executor.run(feeds)
+        results = executor.run(feeds, watched)
         executor.counters.bytes_between_stages += feeder.bytes_between_stages
         executor.counters.transfers += feeder.transfers
         for ret in self.program.returns:

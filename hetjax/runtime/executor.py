@@ -1,16 +1,28 @@
-"""Runs a compiled program: one dispatcher, task lists merged in an order that never waits."""
+"""Runs a compiled program: by one dispatcher that never waits, or by one thread per mesh.
+
+One dispatcher launches all meshes' work in one order, which is as good as threads wherever launching
+returns at once. Threads are for devices and links whose time is modelled, and for measuring.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetjax.ir.errors import LoweringError, RuntimeFault
+from hetjax.ir.errors import RuntimeFault
 from hetjax.ir.program import Program, Task
+from hetjax.passes.simulator import Transfer
 from hetjax.runtime.compiler import CompiledFragment
+from hetjax.runtime.dispatch import LaneFault, Lanes, TaskTime
+from hetjax.runtime.instructions import Move, Run, Translator, merge_tasks
+from hetjax.runtime.links import EmulatedLinks, LocalLinks
 from hetjax.runtime.meshes import named_sharding
+
+__all__ = ["Counters", "Emulation", "Executor", "merge_tasks"]
 
 # Launches in flight per mesh on the CPU backend: more can starve its collectives of threads (measured: 64 hang, 16 do not).
 MAX_IN_FLIGHT = 16
@@ -18,30 +30,21 @@ MAX_IN_FLIGHT = 16
 # Elsewhere launches are only remembered, so that a fault can be traced to its task.
 MAX_REMEMBERED = 256
 
-_Key = tuple[int, int, str | int]  # stage, ref, form or microbatch
+# Starts of calls that are remembered, for seconds per step.
+MAX_STARTS = 64
 
 
-@dataclasses.dataclass(slots=True)
-class _Run:
-    """Calls one compiled fragment (or makes its accumulators)."""
+@dataclasses.dataclass(frozen=True)
+class Emulation:
+    """Devices and links that are not there, by what their work takes.
 
-    task: Task
-    call: Callable[..., Sequence[Any]]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    frees: tuple[int, ...] = ()
+    Attributes:
+      work_s: seconds of one run of each fragment, by name.
+      transfers: what one send of each reshard takes, by name; reshards that share a line share it.
+    """
 
-
-@dataclasses.dataclass(slots=True)
-class _Move:
-    """Carries values from one mesh to others with one device_put."""
-
-    tasks: list[Task]
-    sources: list[int]
-    targets: list[int]
-    shardings: list[Any]
-    nbytes: int
-    frees: tuple[int, ...] = ()
+    work_s: Mapping[str, float]
+    transfers: Mapping[str, Transfer]
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,46 +56,16 @@ class Counters:
       launches: compiled calls.
       transfers: values sent between stages.
       bytes_between_stages: their bytes, each value once.
+      starts_s: when the latest calls began, by `time.perf_counter`.
     """
 
     steps: int = 0
     launches: int = 0
     transfers: int = 0
     bytes_between_stages: int = 0
-
-
-def merge_tasks(program: Program) -> list[Task]:
-    """Returns all tasks in one order in which each recv follows its send.
-
-    Meshes take turns, so that their launches interleave as they would run.
-
-    Raises:
-      LoweringError: the lists wait for each other; names the tasks that do.
-    """
-    sent: set[tuple[str, int | None]] = set()
-    at = [0] * len(program.tasks)
-    order: list[Task] = []
-    while any(i < len(tasks) for i, tasks in zip(at, program.tasks)):
-        progressed = False
-        for s, tasks in enumerate(program.tasks):
-            launched = False
-            while at[s] < len(tasks):
-                task = tasks[at[s]]
-                if task.kind == "recv" and (task.work, task.microbatch) not in sent:
-                    break
-                if task.kind not in ("send", "recv"):
-                    if launched:
-                        break
-                    launched = True
-                if task.kind == "send":
-                    sent.add((task.work, task.microbatch))
-                order.append(task)
-                at[s] += 1
-                progressed = True
-        if not progressed:
-            stuck = [f"{t[i].work}[{t[i].microbatch}] on s{s}" for s, (i, t) in enumerate(zip(at, program.tasks)) if i < len(t)]
-            raise LoweringError(f"the schedule waits for itself: {', '.join(stuck)}")
-    return order
+    starts_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=MAX_STARTS)
+    )
 
 
 class Executor:
@@ -103,75 +76,46 @@ class Executor:
       fragments: its compiled fragments.
       meshes: jax mesh per stage.
       cap_in_flight: whether to bound launches in flight (needed on the CPU backend).
+      threads: whether every mesh is dispatched by a thread of its own.
+      emulation: of devices and links that take modelled time; needs threads, and gets them.
+
+    Attributes:
+      counters: what ran.
+      times: of the tasks of the last step that was watched or emulated.
     """
 
     def __init__(
-        self, program: Program, fragments: Mapping[str, CompiledFragment], meshes: Sequence[Any],
+        self,
+        program: Program,
+        fragments: Mapping[str, CompiledFragment],
+        meshes: Sequence[Any],
         cap_in_flight: bool,
+        threads: bool = False,
+        emulation: Emulation | None = None,
     ):
         self.program, self.meshes, self.counters = program, list(meshes), Counters()
-        self._slots: dict[_Key, int] = {}
+        self.emulation = emulation
+        self.times: list[TaskTime] = []
+        self._threads = threads or emulation is not None
         self._cap = cap_in_flight
         self._in_flight: list[collections.deque[Any]] = [collections.deque() for _ in meshes]
-        self._instructions = self._translate(fragments)
+        self._lanes: Lanes | None = None
+        self._lock = threading.Lock()
+        work_s = emulation.work_s if emulation else None
+        self._translator = translator = Translator(program, fragments, meshes, work_s)
         self.feed_slots = self._feed_slots()
-        self._result_slots = [self._slot(r.stage, r.port.ref, "step") if r.stage is not None and r.port is not None else None for r in program.returns]
-        self._free_after_last_use()
-
-    # -- building ----------------------------------------------------------------------------------
-
-    def _slot(self, stage: int, ref: int, form: str | int) -> int:
-        return self._slots.setdefault((stage, ref, form), len(self._slots))
-
-    def _translate(self, fragments: Mapping[str, CompiledFragment]) -> list[_Run | _Move]:
-        reshards = {r.name: r for r in self.program.reshards}
-        whole = self.program.num_microbatches == 1
-        out: list[_Run | _Move] = []
-        started: set[str] = set()
-        for task in merge_tasks(self.program):
-            if task.kind == "recv":
-                continue
-            if task.kind == "send":
-                reshard = reshards[task.work]
-                form: str | int = "step"
-                if reshard.form == "sum":
-                    form = "sum"
-                elif reshard.form == "last" and not whole:
-                    form = self.program.num_microbatches - 1
-                elif task.microbatch is not None:
-                    form = task.microbatch
-                source = self._slot(reshard.source, reshard.ref, form)
-                target = self._slot(reshard.target, reshard.ref, form)
-                sharding = named_sharding(self.meshes[reshard.target], reshard.target_spec)
-                # A transfer may run at its send or anywhere before its recv: at once, and together with its neighbours.
-                if out and isinstance(out[-1], _Move):
-                    move = out[-1]
-                    move.tasks.append(task)
-                    move.sources.append(source)
-                    move.targets.append(target)
-                    move.shardings.append(sharding)
-                    move.nbytes += reshard.nbytes
-                else:
-                    out.append(_Move([task], [source], [target], [sharding], reshard.nbytes))
-                continue
-            unit = fragments[task.work]
-            stage = unit.fragment.stage
-            if not unit.function.outputs:  # the input gradient of a first stage
-                continue
-            if unit.zeros is not None and task.work not in started:
-                started.add(task.work)
-                slots = tuple(self._slot(stage, *slot) for slot, _, _ in unit.function.accumulators)
-                out.append(_Run(task, unit.zeros, (), slots))
-            current = "step" if task.microbatch is None else task.microbatch
-            each = lambda form, m=current: m if form == "each" else form  # noqa: E731
-            out.append(
-                _Run(
-                    task, unit.executable,
-                    tuple(self._slot(stage, ref, each(form)) for (ref, form), _, _ in unit.function.inputs),
-                    tuple(self._slot(stage, ref, each(form)) for (ref, form), _, _ in unit.function.outputs),
-                )
-            )
-        return out
+        self._result_slots = [
+            translator.slot(r.stage, r.port.ref, "step")
+            if r.stage is not None and r.port is not None
+            else None
+            for r in program.returns
+        ]
+        translator.kept = {s for s in self._result_slots if s is not None}
+        self._instructions = translator.merged()
+        moves = [i for i in self._instructions if isinstance(i, Move)]
+        self._launches = sum(isinstance(i, Run) and i.call is not None for i in self._instructions)
+        self._transfers = sum(len(m.tasks) for m in moves)
+        self._bytes = sum(m.nbytes for m in moves)
 
     def _feed_slots(self) -> list[tuple[int, str, Any, list[int], int | None]]:
         """Returns (argument, form, sharding, slots, axis) per feed."""
@@ -179,82 +123,94 @@ class Executor:
         for feed in self.program.feeds:
             ref = feed.argument  # inputs are numbered first: the ref of argument k is k
             sharding = named_sharding(self.meshes[feed.stage], feed.spec)
-            if feed.form == "micro":
-                slots = [self._slot(feed.stage, ref, m) for m in range(self.program.num_microbatches)]
-            else:
-                slots = [self._slot(feed.stage, ref, "step")]
+            forms = range(self.program.num_microbatches) if feed.form == "micro" else ("step",)
+            slots = [self._translator.slot(feed.stage, ref, form) for form in forms]
             out.append((feed.argument, feed.form, sharding, slots, feed.axis))
         return out
 
-    def _free_after_last_use(self) -> None:
-        kept = {s for s in self._result_slots if s is not None}
-        last: dict[int, int] = {}
-        for k, instruction in enumerate(self._instructions):
-            used = instruction.inputs if isinstance(instruction, _Run) else instruction.sources
-            made = instruction.outputs if isinstance(instruction, _Run) else instruction.targets
-            for slot in (*used, *made):
-                last[slot] = k
-        frees: dict[int, list[int]] = {}
-        for slot, k in last.items():
-            if slot not in kept:
-                frees.setdefault(k, []).append(slot)
-        for k, slots in frees.items():
-            self._instructions[k].frees = tuple(slots)
-
     # -- running -----------------------------------------------------------------------------------
 
-    def run(self, feeds: Sequence[tuple[int, Any]]) -> list[Any]:
+    def run(self, feeds: Sequence[tuple[int, Any]], watched: bool = False) -> list[Any]:
         """Returns one array per result, None where the result is no fragment's.
 
         Args:
           feeds: (slot, array) pairs, placed on their stages.
+          watched: whether to wait for every task and keep its time in `times`.
 
         Raises:
           RuntimeFault: a task failed; names stage, microbatch and module paths.
         """
-        import jax
-
-        values: list[Any] = [None] * len(self._slots)
+        values: list[Any] = [None] * len(self._translator.slots)
         for slot, array in feeds:
             values[slot] = array
         counters = self.counters
         counters.steps += 1
-        for instruction in self._instructions:
+        counters.starts_s.append(time.perf_counter())
+        if self._threads or watched:
+            self._run_lanes(values, watched or self.emulation is not None)
+        else:
+            self._run_merged(values)
+        counters.launches += self._launches
+        counters.transfers += self._transfers
+        counters.bytes_between_stages += self._bytes
+        return [None if s is None else values[s] for s in self._result_slots]
+
+    def _run_merged(self, values: list[Any]) -> None:
+        from jax.profiler import TraceAnnotation
+
+        for k, instruction in enumerate(self._instructions):
             try:
-                if isinstance(instruction, _Run):
-                    results = instruction.call(*[values[i] for i in instruction.inputs])
+                if isinstance(instruction, Run):
+                    if instruction.call is None:
+                        continue
+                    with TraceAnnotation(instruction.label):
+                        results = instruction.call(*[values[i] for i in instruction.inputs])
                     for slot, array in zip(instruction.outputs, results):
                         values[slot] = array
-                    counters.launches += 1
                     if results:
-                        self._bound(instruction.task, results[0])
-                else:
-                    moved = jax.device_put([values[i] for i in instruction.sources], instruction.shardings)
+                        self._bound(k, instruction.task, results[0])
+                elif instruction.carry is not None:
+                    moved = instruction.carry([values[i] for i in instruction.sources])
                     for slot, array in zip(instruction.targets, moved):
                         values[slot] = array
-                    counters.transfers += len(moved)
-                    counters.bytes_between_stages += instruction.nbytes
             except RuntimeFault:
                 raise
             except Exception as error:
-                raise self._fault(instruction, error) from error
+                task = instruction.task if isinstance(instruction, Run) else instruction.tasks[0]
+                raise self._fault(task, error) from error
             for slot in instruction.frees:
                 values[slot] = None
-        return [None if s is None else values[s] for s in self._result_slots]
 
-    def _bound(self, task: Task, array: Any) -> None:
-        """Remembers a launch, and waits for the oldest of its mesh when too many are in flight."""
-        queue = self._in_flight[task.stage]
-        queue.append((self.counters.launches, task, array))
-        if len(queue) > (MAX_IN_FLIGHT if self._cap else MAX_REMEMBERED):
-            self._wait(*queue.popleft())
-
-    def _wait(self, _: int, task: Task, array: Any) -> None:
+    def _run_lanes(self, values: list[Any], watched: bool) -> None:
         try:
-            if not array.is_deleted():
-                array.block_until_ready()
-        except Exception as error:
-            raise self._fault_of(task, error) from error
+            self.times = self._side_by_side().run(values, watched) or self.times
+        except LaneFault as fault:
+            error = fault.__cause__
+            if isinstance(error, RuntimeFault):
+                raise error from error.__cause__
+            if not isinstance(error, Exception):
+                raise
+            raise self._fault(fault.task, error) from error
+
+    def _side_by_side(self) -> Lanes:
+        with self._lock:
+            if self._lanes is None:
+                lists = self._translator.lanes()
+                links = (
+                    EmulatedLinks(self.emulation.transfers)
+                    if self.emulation
+                    else LocalLinks(len(lists))
+                )
+                # A method would keep the executor, and with it the threads, alive for ever.
+                self._lanes = Lanes(lists, links, _Bound(self._in_flight, self._cap, self.program))
+            return self._lanes
+
+    def _bound(self, order: int, task: Task, array: Any) -> None:
+        """Remembers a launch, and waits for the oldest of its mesh when too many are in flight."""
+        waiting = self._in_flight[task.stage]
+        waiting.append(((self.counters.steps, order), task, array))
+        if len(waiting) > (MAX_IN_FLIGHT if self._cap else MAX_REMEMBERED):
+            _wait(self.program, *waiting.popleft())
 
     def drain(self) -> None:
         """Waits for every launch in flight, in the order they were made.
@@ -262,36 +218,60 @@ class Executor:
         Raises:
           RuntimeFault: one of them failed; the first that did is named.
         """
-        launches = sorted((x for queue in self._in_flight for x in queue), key=lambda x: x[0])
-        for queue in self._in_flight:
-            queue.clear()
+        launches = sorted((x for waiting in self._in_flight for x in waiting), key=lambda x: x[0])
+        for waiting in self._in_flight:
+            waiting.clear()
         for launch in launches:
-            self._wait(*launch)
+            _wait(self.program, *launch)
 
-    def _fault(self, instruction: _Run | _Move, error: Exception) -> RuntimeFault:
+    def _fault(self, task: Task, error: Exception) -> RuntimeFault:
         """Returns the fault of the launch that failed first: others only received its failure."""
         try:
             self.drain()
         except RuntimeFault as first:
             return first
-        task = instruction.task if isinstance(instruction, _Run) else instruction.tasks[0]
-        return self._fault_of(task, error)
+        return fault_of(self.program, task, error)
 
-    def _fault_of(self, task: Task, error: Exception) -> RuntimeFault:
-        where = f"stage {task.stage}"
-        if task.microbatch is not None:
-            where += f", microbatch {task.microbatch}"
-        fragment = next((f for f in self.program.fragments if f.name == task.work), None)
-        modules = ""
-        if fragment is not None:
-            blocks = list(dict.fromkeys(op.block for op in fragment.ops if op.block))
-            if blocks:
-                modules = f", modules {blocks[0]}" + (f" … {blocks[-1]}" if len(blocks) > 1 else "")
-        mesh = self.program.meshes[task.stage]
-        return RuntimeFault(
-            f"{task.work} failed on {where} ({len(mesh.devices)} x {mesh.kind} in {mesh.site}{modules}): "
-            f"{_last_line(error)}"
-        )
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bound:
+    """Bounds the launches in flight of lanes; each lane has the queues of its own stages."""
+
+    in_flight: Sequence[collections.deque[Any]]
+    cap: bool
+    program: Program
+
+    def __call__(self, task: Task, array: Any) -> None:
+        waiting = self.in_flight[task.stage]
+        waiting.append(((0, time.perf_counter()), task, array))
+        if len(waiting) > (MAX_IN_FLIGHT if self.cap else MAX_REMEMBERED):
+            _wait(self.program, *waiting.popleft())
+
+
+def _wait(program: Program, _: Any, task: Task, array: Any) -> None:
+    try:
+        if not array.is_deleted():
+            array.block_until_ready()
+    except Exception as error:
+        raise fault_of(program, task, error) from error
+
+
+def fault_of(program: Program, task: Task, error: Exception) -> RuntimeFault:
+    """Returns the fault of a task, with its stage, microbatch, devices and modules."""
+    where = f"stage {task.stage}"
+    if task.microbatch is not None:
+        where += f", microbatch {task.microbatch}"
+    fragment = next((f for f in program.fragments if f.name == task.work), None)
+    modules = ""
+    if fragment is not None:
+        blocks = list(dict.fromkeys(op.block for op in fragment.ops if op.block))
+        if blocks:
+            modules = f", modules {blocks[0]}" + (f" … {blocks[-1]}" if len(blocks) > 1 else "")
+    mesh = program.meshes[task.stage]
+    return RuntimeFault(
+        f"{task.work} failed on {where} ({len(mesh.devices)} x {mesh.kind} in {mesh.site}{modules}): "
+        f"{_last_line(error)}"
+    )
 
 
 def _last_line(error: Exception) -> str:

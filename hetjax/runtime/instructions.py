@@ -1,0 +1,238 @@
+"""From task lists to instructions: what is called on which values, and what moves where."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from hetjax.ir.errors import LoweringError
+from hetjax.ir.program import Program, Reshard, Task
+from hetjax.runtime.compiler import CompiledFragment
+from hetjax.runtime.meshes import named_sharding
+
+MoveKey = tuple[str, int | None]  # work and microbatch of a send and its recv
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """Calls one compiled fragment, or makes its accumulators.
+
+    Attributes:
+      task: which it is.
+      call: takes and returns flat arrays; None where only time passes.
+      inputs, outputs: slots.
+      seconds: what it takes by a model, None where it takes what it takes.
+      frees: slots without a later reader.
+      label: "s1/F3", for the profiler.
+    """
+
+    task: Task
+    call: Callable[..., Sequence[Any]] | None
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    seconds: float | None = None
+    frees: tuple[int, ...] = ()
+    label: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Move:
+    """Carries values from one mesh to others.
+
+    Attributes:
+      tasks: the sends.
+      sources, targets: slots.
+      carry: takes the values and returns them on the target's devices; None where only time passes.
+      nbytes: of all values, each once.
+      target_lane: whose thread waits for it.
+      frees: slots without a later reader.
+    """
+
+    tasks: list[Task]
+    sources: list[int]
+    targets: list[int]
+    carry: Callable[[Sequence[Any]], Sequence[Any]] | None
+    nbytes: int
+    target_lane: int = 0
+    frees: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> MoveKey:
+        return self.tasks[0].work, self.tasks[0].microbatch
+
+
+@dataclasses.dataclass(slots=True)
+class Await:
+    """Waits for what a move brings."""
+
+    key: MoveKey
+
+
+Instruction = Run | Move | Await
+
+
+def make_carry(
+    reshards: Sequence[Reshard], meshes: Sequence[Any]
+) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Returns what brings the reshards' values to their target meshes: the one place where values move.
+
+    Args:
+      reshards: one per value.
+      meshes: jax mesh per stage.
+    """
+    import jax
+
+    shardings = [named_sharding(meshes[r.target], r.target_spec) for r in reshards]
+    return lambda arrays: jax.device_put(list(arrays), shardings)
+
+
+def merge_tasks(program: Program) -> list[Task]:
+    """Returns all tasks in one order in which each recv follows its send.
+
+    Meshes take turns, so that their launches interleave as they would run.
+
+    Raises:
+      LoweringError: the lists wait for each other; names the tasks that do.
+    """
+    sent: set[MoveKey] = set()
+    at = [0] * len(program.tasks)
+    order: list[Task] = []
+    while any(i < len(tasks) for i, tasks in zip(at, program.tasks)):
+        progressed = False
+        for s, tasks in enumerate(program.tasks):
+            launched = False
+            while at[s] < len(tasks):
+                task = tasks[at[s]]
+                if task.kind == "recv" and (task.work, task.microbatch) not in sent:
+                    break
+                if task.kind not in ("send", "recv"):
+                    if launched:
+                        break
+                    launched = True
+                if task.kind == "send":
+                    sent.add((task.work, task.microbatch))
+                order.append(task)
+                at[s] += 1
+                progressed = True
+        if not progressed:
+            stuck = [
+                f"{t[i].work}[{t[i].microbatch}] on s{s}"
+                for s, (i, t) in enumerate(zip(at, program.tasks))
+                if i < len(t)
+            ]
+            raise LoweringError(f"the schedule waits for itself: {', '.join(stuck)}")
+    return order
+
+
+class Translator:
+    """Turns tasks into instructions over numbered slots.
+
+    Args:
+      program: with task lists.
+      fragments: compiled, by name.
+      meshes: jax mesh per stage.
+      work_s: modelled seconds of fragments by name; None where devices take their own time.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        fragments: Mapping[str, CompiledFragment],
+        meshes: Sequence[Any],
+        work_s: Mapping[str, float] | None = None,
+    ):
+        self.program, self.fragments, self.meshes, self.work_s = program, fragments, meshes, work_s
+        self.slots: dict[tuple[int, int, str | int], int] = {}
+        self.kept: set[int] = set()
+        self._reshards = {r.name: r for r in program.reshards}
+        self._lane = {t.stage: k for k, tasks in enumerate(program.tasks) for t in tasks}
+
+    def slot(self, stage: int, ref: int, form: str | int) -> int:
+        """Returns the number of a value on a stage: whole, summed up, or of one microbatch."""
+        return self.slots.setdefault((stage, ref, form), len(self.slots))
+
+    def merged(self) -> list[Run | Move]:
+        """Returns one list for one dispatcher; sends that stand together move together."""
+        found = self._translate(merge_tasks(self.program), together=True)
+        return [i for i in found if not isinstance(i, Await)]
+
+    def lanes(self) -> list[list[Instruction]]:
+        """Returns one list per mesh, for threads that wait for each other."""
+        return [self._translate(tasks, together=False) for tasks in self.program.tasks]
+
+    def _translate(self, tasks: Iterable[Task], together: bool) -> list[Instruction]:
+        out: list[Instruction] = []
+        started: set[str] = set()
+        gathered: list[Reshard] = []
+        for task in tasks:
+            if task.kind == "recv":
+                if not together:
+                    out.append(Await((task.work, task.microbatch)))
+            elif task.kind == "send":
+                # A transfer may run at its send or anywhere before its recv: at once, and together with its neighbours.
+                reshard = self._reshards[task.work]
+                previous = out[-1] if out else None
+                if together and isinstance(previous, Move):
+                    gathered.append(reshard)
+                else:
+                    gathered = [reshard]
+                    previous = Move([], [], [], None, 0, self._lane[reshard.target])
+                    out.append(previous)
+                self._extend(previous, task, reshard)
+                previous.carry = make_carry(gathered, self.meshes)
+            else:
+                out += self._runs(task, started)
+        self._free_after_last_use(out)
+        return out
+
+    def _extend(self, move: Move, task: Task, reshard: Reshard) -> None:
+        form: str | int = "step"
+        if reshard.form == "sum":
+            form = "sum"
+        elif reshard.form == "last" and self.program.num_microbatches > 1:
+            form = self.program.num_microbatches - 1
+        elif task.microbatch is not None:
+            form = task.microbatch
+        move.tasks.append(task)
+        move.sources.append(self.slot(reshard.source, reshard.ref, form))
+        move.targets.append(self.slot(reshard.target, reshard.ref, form))
+        move.nbytes += reshard.nbytes
+
+    def _runs(self, task: Task, started: set[str]) -> list[Run]:
+        unit = self.fragments[task.work]
+        stage, out = unit.fragment.stage, []
+        seconds = None if self.work_s is None else self.work_s[task.work]
+        label = f"s{stage}/{task}"
+        if not unit.function.outputs:  # the input gradient of a first stage
+            return [Run(task, None, seconds=seconds, label=label)] if seconds else []
+        if unit.zeros is not None and task.work not in started:
+            started.add(task.work)
+            slots = tuple(self.slot(stage, *slot) for slot, _, _ in unit.function.accumulators)
+            zero = None if seconds is None else 0.0
+            out.append(Run(task, unit.zeros, (), slots, zero, label=f"s{stage}/zeros"))
+        current = "step" if task.microbatch is None else task.microbatch
+        each = lambda form: current if form == "each" else form  # noqa: E731
+        inputs = tuple(
+            self.slot(stage, ref, each(form)) for (ref, form), _, _ in unit.function.inputs
+        )
+        outputs = tuple(
+            self.slot(stage, ref, each(form)) for (ref, form), _, _ in unit.function.outputs
+        )
+        return [*out, Run(task, unit.executable, inputs, outputs, seconds, label=label)]
+
+    def _free_after_last_use(self, instructions: Sequence[Instruction]) -> None:
+        last: dict[int, int] = {}
+        for k, i in enumerate(instructions):
+            if isinstance(i, Run):
+                last.update((slot, k) for slot in (*i.inputs, *i.outputs))
+            elif isinstance(i, Move):
+                last.update((slot, k) for slot in i.sources)
+        frees: dict[int, list[int]] = {}
+        for slot, k in last.items():
+            if slot not in self.kept:
+                frees.setdefault(k, []).append(slot)
+        for k, slots in frees.items():
+            instruction = instructions[k]
+            if not isinstance(instruction, Await):
+                instruction.frees = tuple(slots)
