@@ -193,8 +193,8 @@ def executed(unit_s: float) -> list[Figure]:
     _, _, halved, near = runs.Executed(split=True).run("zb-h1", even)
     out.append(figure("zb-h1 bubble / 1f1b bubble, executed, 4 stages, 32 microbatches", halved / bubble, "ratio", "<= 0.4", halved / bubble <= 0.4))
     out.append(figure("zb-h1 parameters and momenta against plain jit, of what is allowed", near, "ratio", "<= 1", near <= 1))
-    jit_s, ours_s = runs.one_stage(60)
-    out.append(figure("one stage on one device / plain jit", ours_s / jit_s, "ratio", "<= 1.05", ours_s / jit_s <= 1.05))
+    alone = runs.one_stage(200)
+    out.append(figure("one stage on one device / plain jit", alone, "ratio", "<= 1.05", alone <= 1.05))
     return out
 
 

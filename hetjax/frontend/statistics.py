@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetjax.frontend.entry import Entry
+from hetjax.frontend.realtime import timeline
 from hetjax.ir.cluster import Cluster
 from hetjax.runtime.dispatch import TaskTime
-from hetjax.runtime.sim import timeline
 
 # A stage that takes this much more or less than predicted is reported.
 DRIFT = 0.15

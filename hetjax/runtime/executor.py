@@ -15,11 +15,10 @@ from typing import Any
 
 from hetjax.ir.errors import RuntimeFault
 from hetjax.ir.program import Program, Task
-from hetjax.passes.simulator import Transfer
 from hetjax.runtime.compiler import CompiledFragment
 from hetjax.runtime.dispatch import LaneFault, Lanes, TaskTime
 from hetjax.runtime.instructions import Move, Run, Translator, merge_tasks
-from hetjax.runtime.links import EmulatedLinks, LocalLinks
+from hetjax.runtime.links import EmulatedLinks, LocalLinks, TransferTime
 from hetjax.runtime.meshes import named_sharding
 
 __all__ = ["Counters", "Emulation", "Executor", "merge_tasks"]
@@ -44,7 +43,7 @@ class Emulation:
     """
 
     work_s: Mapping[str, float]
-    transfers: Mapping[str, Transfer]
+    transfers: Mapping[str, TransferTime]
 
 
 @dataclasses.dataclass(slots=True)

@@ -19,12 +19,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hetjax.ir import _jax
-from hetjax.passes.simulator import Transfer
 from hetjax.runtime.instructions import Move
 
 # How far the clock may be behind the model before what is late counts: threads wake up some ms late, which devices that are
 # fed ahead of time would not notice. Lateness is forgiven up to this once a step, not once a task.
 SLACK_S = 0.005
+
+
+class TransferTime(Protocol):
+    """What one transfer takes; the simulator's `Transfer` is one."""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines it occupies, all at once."""
+        ...
+
+    @property
+    def serialisation_s(self) -> float:
+        """Seconds it occupies them."""
+        ...
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds until it arrives after that."""
+        ...
 
 
 def be_punctual() -> None:
@@ -125,7 +143,7 @@ class EmulatedLinks:
       transfers: what one transfer takes, by the work of its task.
     """
 
-    def __init__(self, transfers: Mapping[str, Transfer]):
+    def __init__(self, transfers: Mapping[str, TransferTime]):
         self._transfers = transfers
         self._free_s: dict[str, float] = {}
         self._changed = threading.Condition()

@@ -21,7 +21,7 @@ from hetjax.runtime.dispatch import Lanes
 from hetjax.runtime.executor import Emulation
 from hetjax.runtime.instructions import Run
 from hetjax.runtime.links import LocalLinks
-from hetjax.runtime.sim import run_lists
+from hetjax.frontend.realtime import run_lists
 from tests.support import assert_same, copy_tree, make_batch, make_linen
 
 
