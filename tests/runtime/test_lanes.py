@@ -13,6 +13,7 @@ import hetjax
 from hetjax.errors import PlanError, RuntimeFault, VerifyError
 from hetjax.frontend.calls import flatten_call, rebuild_result
 from hetjax.frontend.entry import Entry
+from hetjax.frontend.realtime import run_lists
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.program import Task
 from hetjax.passes.schedules import PipelineCosts, schedule, split_stages
@@ -21,7 +22,6 @@ from hetjax.runtime.dispatch import Lanes
 from hetjax.runtime.executor import Emulation
 from hetjax.runtime.instructions import Run
 from hetjax.runtime.links import LocalLinks
-from hetjax.frontend.realtime import run_lists
 from tests.support import assert_same, copy_tree, make_batch, make_linen
 
 
