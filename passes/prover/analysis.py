@@ -167,7 +167,7 @@ class _Walk:
         if self.accept and pairs_examples(line, self.pair.avals, self.pair.micro_avals):
             return self._set(i, op, self._local(line, ins))
         if "U" in kinds:
-            return self._step_level(i, op, line, ins, guarded, self._cause_of(op.refs, "U"))
+            return self._step_level(i, op, line, ins, guarded, self._lateness(i, op))
         if "S" in kinds and after and op.outputs:
             # Sums are complete only after the last microbatch; computing on them then is exact and done once.
             return self._step_level(i, op, line, ins, guarded, self._cause_of(op.refs, "S"))
@@ -243,6 +243,17 @@ class _Walk:
                 stack.extend(self.full.ops[self.defined[r]].refs)
             elif r != ref:
                 self.wanted_whole.add(r)
+
+    def _lateness(self, i: int, op: Op) -> tuple[int, Untypable]:
+        """Returns why a value that the op reads exists only after the microbatches."""
+        late = [r for r in op.refs if self.types[r].kind == "U" and r in self.defined]
+        updated = [r for r in late if self.full.ops[self.defined[r]].region == "update"]
+        if updated and op.region in ("forward", "backward"):
+            return i, Untypable(
+                "it is part of a second forward, which starts from values that this step has updated "
+                "already; the update needs all microbatches of the first"
+            )
+        return self._cause_of(op.refs, "U")
 
     def _cause_of(self, refs: tuple[Ref, ...], kind: str) -> tuple[int, Untypable]:
         return next(self.cause[r] for r in refs if self.types[r].kind == kind and r in self.cause)

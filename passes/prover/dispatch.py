@@ -161,8 +161,11 @@ def _same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
     if isinstance(a, float) and a != a:
         return b != b
-    equal = a == b
-    return equal if isinstance(equal, bool) else bool(np.all(equal))
+    try:
+        equal = a == b
+        return equal if isinstance(equal, bool) else bool(np.all(equal))
+    except Exception:  # an object of anybody's making; what cannot be compared is not the same
+        return False
 
 
 def _short(value: Any) -> str:

@@ -105,9 +105,9 @@ def convert_element_type(site: Site) -> list[Type]:
         no_sums([t], "rounding")
         no_powers([t], "rounding")
     elif is_integer(old) and t.kind == "S":
-        wraps = old.dtype.startswith("u") and (new.is_inexact or _wider(new, old))
-        if wraps:
-            raise Untypable("a sum of unsigned integers may wrap around before it is converted")
+        small = old.dtype.startswith("u") or dtype_itemsize(old.dtype) < 4
+        if small and (new.is_inexact or _wider(new, old)):
+            raise Untypable("a sum of unsigned or small integers may wrap around before it is converted")
     elif is_integer(old) and t.power and not new.is_inexact and not _wider(new, old):
         no_powers([t], "narrowing")
     if t.kind == "S":

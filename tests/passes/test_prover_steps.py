@@ -180,6 +180,104 @@ def test_structure_that_depends_on_the_batch_size_names_the_first_op(traced):
     assert "cos" in run.refusal.reason
 
 
+def test_second_update_in_one_step_names_the_second_forward(traced):
+    def step(state, batch):
+        params, opt, count = state
+        for _ in range(2):
+            value, grads = jax.value_and_grad(mean_loss)(params, batch, count)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return (params, opt, count + 1), value
+
+    _, state, batch = step_of(mean_loss)
+    run = traced(step, state, batch, roles="state batch", labels=True)
+    assert "second forward" in run.refusal.reason and "test_prover_steps.py" in run.refusal.source
+
+
+def test_two_losses_of_the_same_parameters_are_proved(traced):
+    """Several value_and_grad in one step, none of which reads what another updated."""
+
+    def step(state, batch):
+        params, opt, count = state
+        a, first = jax.value_and_grad(mean_loss)(params, batch, count)
+        b, second = jax.value_and_grad(weighted_loss)(params, batch, count)
+        params = jax.tree.map(lambda p, g, h: p - 0.1 * g - 0.2 * h, params, first, second)
+        return (params, opt, count + 1), a + b
+
+    _, state, batch = step_of(mean_loss)
+    run = traced(step, state, batch, roles="state batch", labels=True)
+    assert run.refusal is None and run.disagreements() == []
+
+
+def penalty(p, b, count, reduce):
+    """A gradient penalty: second-order gradients in a step."""
+    inner = jax.grad(lambda x: reduce(jnp.sum(model(p, x) ** 2, 1)))(b["x"])
+    return mean_loss(p, b, count) + jnp.mean((jnp.sqrt(jnp.sum(inner**2, 1) + 1e-6) - 1) ** 2)
+
+
+def test_gradient_penalty_of_a_sum_is_proved_of_a_mean_refused(traced):
+    """The gradient of a mean is scaled by the batch size, and its norm less one is not linear in that."""
+    step, state, batch = step_of(lambda p, b, c: penalty(p, b, c, jnp.sum))
+    run = traced(step, state, batch, roles="state batch", labels=True)
+    assert run.refusal is None and run.disagreements() == []
+    step, state, batch = step_of(lambda p, b, c: penalty(p, b, c, jnp.mean))
+    run = traced(step, state, batch, roles="state batch", labels=True)
+    assert "scale differently" in run.refusal.reason
+
+
+def test_dynamic_loss_scale_is_proved(traced):
+    from flax.training.dynamic_scale import DynamicScale
+
+    def step(state, batch):
+        params, opt, count, scale = state
+        scale, finite, value, grads = scale.value_and_grad(mean_loss)(params, batch, count)
+        updated = jax.tree.map(lambda p, g: jnp.where(finite, p - 0.1 * g, p), params, grads)
+        return (updated, opt, count + 1, scale), value
+
+    _, (params, opt, count), batch = step_of(mean_loss)
+    run = traced(step, (params, opt, count, DynamicScale()), batch, roles="state batch", labels=True)
+    assert run.refusal is None and run.disagreements() == []
+
+
+def test_metrics_beside_the_loss_are_finished_at_step_level(traced):
+    """Accuracy, perplexity and a median: sums are accumulated, the rest computed from the whole."""
+
+    def loss(params, batch):
+        logits = model(params, batch["x"])
+        value = jnp.mean((logits - batch["y"]) ** 2)
+        return value, {
+            "perplexity": jnp.exp(value), "hits": (jnp.argmax(logits, 1) == jnp.argmax(batch["y"], 1)).mean(),
+            "median": jnp.median(logits), "logits": logits,
+        }  # fmt: skip
+
+    def step(params, batch):
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        spread = jnp.std(metrics["logits"], axis=0)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value, metrics, spread
+
+    params, batch = data()
+    run = traced(step, params, batch, roles="state batch", labels=True)
+    assert run.refusal is None and run.disagreements() == []
+    assert run.outputs()[3:] == ["S1", "U", "B0@0", "U", "U", "U"]
+
+
+def test_an_evaluation_step_is_proved_and_a_shuffling_one_refused(traced):
+    def evaluate(params, batch):
+        logits = model(params, batch["x"])
+        error = jnp.sqrt(jnp.mean((logits - batch["y"]) ** 2))
+        return {"rmse": error, "hits": jnp.sum(jnp.argmax(logits, 1) == jnp.argmax(batch["y"], 1)), "logits": logits}
+
+    params, batch = data()
+    run = traced(evaluate, params, batch, roles="state batch", labels=True)
+    assert run.refusal is None and run.outputs() == ["S0", "B0@0", "U"] and run.disagreements() == []
+
+    def centred(params, batch):
+        h = batch["x"] @ params["a"]
+        return (h - h.mean(0)) @ params["c"]
+
+    run = traced(centred, params, batch, roles="state batch", labels=True)
+    assert "as batch normalisation does" in run.refusal.reason
+
+
 def test_one_microbatch_needs_no_proof(traced):
     step, state, batch = step_of(batch_norm_loss)
     run = traced(step, state, batch, roles="state batch", num_microbatches=1, labels=True)
