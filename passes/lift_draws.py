@@ -16,10 +16,19 @@ from hetjax.ir import _jax
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.graph import Graph
 from hetjax.ir.importer import aval_of, inline_calls
+from hetjax.passes.loop_bodies import (
+    BODIES,
+    Body,
+    as_call,
+    bodies_of,
+    copied,
+    flattened,
+    opened,
+    with_bodies,
+    without,
+)
 
 DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
-# Which parameter holds the body of an op that hides draws.
-_BODIES = {"scan": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "cond": "branches"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,100 +55,32 @@ def lift_draws(graph: Graph) -> Graph:
     """Returns the graph with draws moved to its top level; the same object when there are none below."""
     ops, changed = [], False
     for op in graph.ops:
-        lifted = _lifted(op.eqn) if op.eqn is not None and op.primitive in _BODIES else None
-        if lifted is not None:
-            # As a call, so that inlining renumbers refs and keeps name stacks.
+        if op.eqn is not None and op.primitive in BODIES and _hides_draws(op.eqn):
+            lifted = as_call(op.eqn, _lift_equation)
             op, changed = dataclasses.replace(op, primitive="closed_call", eqn=lifted), True
         ops.append(op)
     return inline_calls(graph.replace(ops=tuple(ops))) if changed else graph
 
 
-def _lifted(eqn: Any) -> Any:
-    """Returns a call equation that does what `eqn` does, draws first; None without draws in it."""
-    if not _hides_draws(eqn):
-        return None
-    # Positions count, not variables: after inlining the op's own inputs are others.
-    inner = eqn.replace(
-        invars=[_jax.new_var(v.aval) for v in eqn.invars],
-        outvars=[_jax.new_var(v.aval) for v in eqn.outvars],
-        source_info=_without_names(eqn.source_info),
-    )
-    eqns = _lift_equation(inner)
-    body = _jax.build_jaxpr("lift_draws", inner.invars, inner.outvars, eqns)
-    return _jax.call_equation(eqn, body)
-
-
-def _without_names(source_info: Any) -> Any:
-    return source_info.replace(name_stack=type(source_info.name_stack)())
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    held = eqn.params.get(_BODIES.get(eqn.primitive.name) or _jax.CALLS.get(eqn.primitive.name))
-    return [] if held is None else list(held) if isinstance(held, (tuple, list)) else [held]
-
-
 def _hides_draws(eqn: Any) -> bool:
     return any(
         inner.primitive.name in DRAWS or _hides_draws(inner)
-        for body in _bodies(eqn)
+        for body in bodies_of(eqn)
         for inner in (_jax.as_jaxpr(body) or (body, ()))[0].eqns
     )
 
 
 def _lift_equation(eqn: Any) -> list[Any]:
     """Returns the equations that replace `eqn`: its draws, then the rest."""
-    if eqn.primitive.name not in _BODIES or not _hides_draws(eqn):
+    if eqn.primitive.name not in BODIES or not _hides_draws(eqn):
         return [eqn]
-    opened = [_open(body) for body in _bodies(eqn)]
-    if any(consts for _, consts in opened):
+    taken = [opened(body) for body in bodies_of(eqn)]
+    if any(consts for _, consts in taken):
         return [eqn]
-    bodies = [_flattened(jaxpr) for jaxpr, _ in opened]
+    bodies = [flattened(jaxpr, _lift_equation) for jaxpr, _ in taken]
     if eqn.primitive.name == "scan":
         return _lift_scan(eqn, bodies[0])
     return _lift_blocks(eqn, bodies)
-
-
-def _open(body: Any) -> tuple[Any, Sequence[Any]]:
-    return _jax.as_jaxpr(body) or (body, ())
-
-
-@dataclasses.dataclass
-class _Body:
-    """A nested program, taken apart."""
-
-    invars: list[Any]
-    outvars: list[Any]
-    eqns: list[Any]
-
-
-def _flattened(jaxpr: Any) -> _Body:
-    """Returns the program with calls inlined and the draws of its own blocks lifted to its top."""
-    eqns: list[Any] = []
-    env: dict[Any, Any] = {}
-
-    def read(atom: Any, scope: dict[Any, Any]) -> Any:
-        return atom if _jax.is_literal(atom) else scope.get(atom, atom)
-
-    def walk(inner: Any, scope: dict[Any, Any], prefix: Any) -> None:
-        for eqn in inner.eqns:
-            stack = eqn.source_info.name_stack
-            placed = eqn.replace(
-                invars=[read(a, scope) for a in eqn.invars],
-                source_info=eqn.source_info.replace(name_stack=stack if prefix is None else prefix + stack),
-            )
-            body = eqn.params.get(_jax.CALLS.get(eqn.primitive.name))
-            called, consts = (None, ()) if body is None else _open(body)
-            if called is None or consts or called.constvars:
-                fresh = [v if _jax.is_drop_var(v) else _jax.new_var(v.aval) for v in eqn.outvars]
-                scope.update(zip(eqn.outvars, fresh))
-                eqns.extend(_lift_equation(placed.replace(outvars=fresh)))
-                continue
-            within = dict(zip(called.invars, placed.invars))
-            walk(called, within, placed.source_info.name_stack)
-            scope.update((v, read(a, within)) for v, a in zip(eqn.outvars, called.outvars))
-
-    walk(jaxpr, env, None)
-    return _Body(list(jaxpr.invars), [read(a, env) for a in jaxpr.outvars], eqns)
 
 
 def _counts_or_draws(eqn: Any) -> bool:
@@ -147,11 +88,11 @@ def _counts_or_draws(eqn: Any) -> bool:
     return eqn.primitive.name in DRAWS or not any(aval_of(v.aval).is_inexact for v in eqn.outvars)
 
 
-def _reach(body: _Body, movable: set[Any]) -> tuple[set[Any], dict[Any, Any]]:
+def _reach(body: Body, movable: set[Any]) -> tuple[set[Any], dict[Any, Any]]:
     """Returns the variables that follow from `movable` inputs alone, and the equation of each."""
     known, constant, made = set(movable), set(), {}
     for eqn in body.eqns:
-        if _bodies(eqn) or eqn.effects:
+        if bodies_of(eqn) or eqn.effects:
             continue
         if all(_jax.is_literal(a) or a in constant for a in eqn.invars):
             constant.update(eqn.outvars)
@@ -162,7 +103,7 @@ def _reach(body: _Body, movable: set[Any]) -> tuple[set[Any], dict[Any, Any]]:
     return known, made
 
 
-def _targets(body: _Body, known: set[Any], made: dict[Any, Any]) -> tuple[list[Any], dict[Any, Any]]:
+def _targets(body: Body, known: set[Any], made: dict[Any, Any]) -> tuple[list[Any], dict[Any, Any]]:
     """Returns the draws to lift, each as the smallest value computed from it alone."""
     readers: dict[Any, list[Any]] = {}
     for eqn in body.eqns:
@@ -178,7 +119,7 @@ def _targets(body: _Body, known: set[Any], made: dict[Any, Any]) -> tuple[list[A
             (reader, *others) = readers.get(var, [None])
             if reader is None or others or var in returned or len(reader.outvars) != 1:
                 break
-            if reader.effects or _bodies(reader) or reader.primitive.name in DRAWS:
+            if reader.effects or bodies_of(reader) or reader.primitive.name in DRAWS:
                 break
             if not all(_jax.is_literal(a) or a is var or a in known for a in reader.invars):
                 break
@@ -193,7 +134,7 @@ def _targets(body: _Body, known: set[Any], made: dict[Any, Any]) -> tuple[list[A
     return out, made
 
 
-def _needed(targets: Sequence[Any], made: dict[Any, Any], body: _Body) -> tuple[list[Any], set[Any]]:
+def _needed(targets: Sequence[Any], made: dict[Any, Any], body: Body) -> tuple[list[Any], set[Any]]:
     """Returns the equations that make `targets`, in order, and the variables they start from."""
     ids, start, stack = set(), set(), list(targets)
     while stack:
@@ -206,7 +147,7 @@ def _needed(targets: Sequence[Any], made: dict[Any, Any], body: _Body) -> tuple[
     return [e for e in body.eqns if id(e) in ids], start
 
 
-def _lift_blocks(eqn: Any, bodies: list[_Body]) -> list[Any]:
+def _lift_blocks(eqn: Any, bodies: list[Body]) -> list[Any]:
     """Lifts draws out of a checkpointed block or the branches of a cond."""
     skip = 1 if eqn.primitive.name == "cond" else 0
     before, extra = [], []
@@ -215,21 +156,21 @@ def _lift_blocks(eqn: Any, bodies: list[_Body]) -> list[Any]:
         targets, made = _targets(body, *_reach(body, set(body.invars)))
         eqns, _ = _needed(targets, made, body)
         env = dict(zip(body.invars, eqn.invars[skip:]))
-        before += _copied(eqns, env)
+        before += copied(eqns, env)
         plans.append((body, targets))
         extra += [env[t] for t in targets]
     if not extra:
-        return [eqn.replace(params=_with_bodies(eqn, bodies))]
+        return [eqn.replace(params=with_bodies(eqn, bodies))]
     out = []
     for i, (body, targets) in enumerate(plans):
         new = [_jax.new_var(v.aval) for v in extra]
         first = sum(len(t) for _, t in plans[:i])
         mine = dict(zip(targets, new[first : first + len(targets)]))
-        out.append(_without(body, mine, new))
-    return [*before, eqn.replace(invars=[*eqn.invars, *extra], params=_with_bodies(eqn, out))]
+        out.append(without(body, mine, new))
+    return [*before, eqn.replace(invars=[*eqn.invars, *extra], params=with_bodies(eqn, out))]
 
 
-def _lift_scan(eqn: Any, body: _Body) -> list[Any]:
+def _lift_scan(eqn: Any, body: Body) -> list[Any]:
     """Lifts draws out of a scan into one before it, with the keys and counters it carries."""
     consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
     carry = body.invars[consts : consts + carries]
@@ -243,7 +184,7 @@ def _lift_scan(eqn: Any, body: _Body) -> list[Any]:
         free = still
     targets, made = _targets(body, known, made)
     if not targets:
-        return [eqn.replace(params=_with_bodies(eqn, [body]))]
+        return [eqn.replace(params=with_bodies(eqn, [body]))]
     kept: list[int] = []  # carries that the draws need, and those that these need
     while True:
         roots = [*targets, *(body.outvars[k] for k in kept)]
@@ -259,7 +200,7 @@ def _lift_scan(eqn: Any, body: _Body) -> list[Any]:
     picked = [*wanted_consts, *(consts + k for k in kept), *wanted_xs]
     invars = [_jax.new_var(body.invars[k].aval) for k in picked]
     env = dict(zip((body.invars[k] for k in picked), invars))
-    copies = _copied(eqns, env)
+    copies = copied(eqns, env)
     results = [a if _jax.is_literal(a) else env.get(a, a) for a in roots]
     length = eqn.params["length"]
     stacked = [_jax.new_var(_stacked(t.aval, length)) for t in targets]
@@ -273,44 +214,9 @@ def _lift_scan(eqn: Any, body: _Body) -> list[Any]:
         effects=frozenset(),
     )  # fmt: skip
     new = [_jax.new_var(t.aval) for t in targets]
-    rest = _without(body, dict(zip(targets, new)), new)
-    return [early, eqn.replace(invars=[*eqn.invars, *stacked], params=_with_bodies(eqn, [rest]))]
+    rest = without(body, dict(zip(targets, new)), new)
+    return [early, eqn.replace(invars=[*eqn.invars, *stacked], params=with_bodies(eqn, [rest]))]
 
 
 def _stacked(aval: Any, length: int) -> Any:
     return aval.update(shape=(length, *aval.shape))
-
-
-def _copied(eqns: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
-    """Returns the equations over other variables; `env` is extended with those they define."""
-    out = []
-    for eqn in eqns:
-        invars = [a if _jax.is_literal(a) else env[a] for a in eqn.invars]
-        fresh = [v if _jax.is_drop_var(v) else _jax.new_var(v.aval) for v in eqn.outvars]
-        env.update(zip(eqn.outvars, fresh))
-        out.append(eqn.replace(invars=invars, outvars=fresh))
-    return out
-
-
-def _without(body: _Body, given: dict[Any, Any], new: list[Any]) -> _Body:
-    """Returns the body that reads `given` variables instead of making them, dead equations dropped."""
-    read = lambda a: a if _jax.is_literal(a) else given.get(a, a)  # noqa: E731
-    outvars = [read(a) for a in body.outvars]
-    live = {a for a in outvars if not _jax.is_literal(a)}
-    kept = []
-    for eqn in reversed(body.eqns):
-        if not eqn.effects and not any(v in live for v in eqn.outvars):
-            continue
-        replaced = eqn.replace(invars=[read(a) for a in eqn.invars])
-        live.update(a for a in replaced.invars if not _jax.is_literal(a))
-        kept.append(replaced)
-    return _Body([*body.invars, *new], outvars, kept[::-1])
-
-
-def _with_bodies(eqn: Any, bodies: Sequence[_Body]) -> dict[str, Any]:
-    name = _BODIES[eqn.primitive.name]
-    made = [_jax.build_jaxpr("body", b.invars, b.outvars, b.eqns) for b in bodies]
-    if eqn.primitive.name == "cond":
-        return {**eqn.params, name: tuple(made)}
-    closed = isinstance(eqn.params[name], _jax.ClosedJaxpr)
-    return {**eqn.params, name: made[0] if closed else made[0].jaxpr}

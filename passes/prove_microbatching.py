@@ -13,6 +13,7 @@ from hetjax.passes.annotate_costs import annotate_costs
 from hetjax.passes.label_blocks import label_blocks
 from hetjax.passes.label_regions import label_regions
 from hetjax.passes.lift_draws import lift_draws
+from hetjax.passes.lift_slices import lift_slices
 from hetjax.passes.one_microbatch import one_microbatch
 from hetjax.passes.prover import prove
 
@@ -23,7 +24,8 @@ class ProveMicrobatching:
 
     Before: a microbatching that holds the step traced at one microbatch, no types.
     After:  every value typed, what must be computed at full batch hoisted, or a refusal kept.
-    Where draws inside loops stand in the way they are lifted out of both traces first, as by lift-draws.
+    Where draws inside loops, or slices that loops take of the batch, stand in the way, they are lifted
+    out of both traces first, as by lift-draws and lift-slices.
     A bundle without a second trace gets one microbatch, which needs no proof.
 
     Attributes:
@@ -73,6 +75,6 @@ def _with_equations(graph: Graph) -> Graph:
 
 
 def _lifted(graph: Graph) -> Graph:
-    """Returns the graph with draws moved out of loops, labelled again; the same object without any."""
-    lifted = lift_draws(graph)
+    """Returns the graph with draws and slices of the batch moved out of loops, labelled again; the same object without any."""
+    lifted = lift_slices(lift_draws(graph))
     return graph if lifted is graph else annotate_costs(label_blocks(label_regions(lifted)))

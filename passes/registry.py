@@ -40,6 +40,7 @@ ENTRY_POINT_GROUP = "hetjax.passes"
 PASSES: dict[str, str] = {
     "inline-calls": "hetjax.passes.inline_calls:InlineCalls",
     "lift-draws": "hetjax.passes.lift_draws:LiftDraws",
+    "lift-slices": "hetjax.passes.lift_slices:LiftSlices",
     "label-regions": "hetjax.passes.label_regions:LabelRegions",
     "label-blocks": "hetjax.passes.label_blocks:LabelBlocks",
     "annotate-costs": "hetjax.passes.annotate_costs:AnnotateCosts",

@@ -134,7 +134,8 @@ class _Walk:
             if any(r in self.parametric for r in op.refs):
                 self.parametric.update(op.outputs)
                 kinds = {t.kind for t in ins}
-                after = op.region == "update" if has_gradient else not kinds & {"B", "I"}
+                # A loop that holds forward and backward of its own reads sums and examples alike.
+                after = (op.region == "update" if has_gradient else not guarded[i]) and not kinds & {"B", "I"}
                 if self.accept and (i in between or op.region == "forward"):
                     after, guarded[i] = False, True
                 self._parametric(i, op, line, ins, after, guarded[i])

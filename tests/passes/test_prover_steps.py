@@ -257,7 +257,7 @@ def test_metrics_beside_the_loss_are_finished_at_step_level(traced):
     params, batch = data()
     run = traced(step, params, batch, roles="state batch", labels=True)
     assert run.refusal is None and run.disagreements() == []
-    assert run.outputs()[3:] == ["S1", "U", "B0@0", "U", "U", "U"]
+    assert run.outputs()[3:] == ["S1", "S1", "B0@0", "U", "U", "U"]
 
 
 def test_an_evaluation_step_is_proved_and_a_shuffling_one_refused(traced):
