@@ -134,7 +134,7 @@ TYPED = {
     "similarity matrix": (lambda w, x: (x @ w) @ x.T, "U"),
     "batched product": (lambda w, x: jnp.einsum("bi,bj->bij", x @ w, x), "B0@0"),
     "batched product, batch last": (lambda w, x: jnp.einsum("bi,bj->ijb", x @ w, x), "B0@2"),
-    "sum times parameter": (lambda w, x: w @ (x @ w).sum(0), "U"),
+    "sum times parameter": (lambda w, x: w @ (x @ w).sum(0), "S0"),
     "feature covariance": (lambda w, x: (x @ w).T @ x, "S0"),
     # indexing
     "embedding": (lambda w, x: w[(x[:, 0] > 0).astype(int)], "B0@0"),
