@@ -313,7 +313,9 @@ def _paths(value: Any, path: Path) -> Iterator[Path]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # TOML's whole numbers have no end; beyond this one they are no floats.
+    huge = isinstance(value, int) and abs(value) > 10**300
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not huge
 
 
 def _is_count(value: Any) -> bool:

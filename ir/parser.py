@@ -132,7 +132,7 @@ class GraphReader(Cursor):
         """Steps over "%3:f32[4]" and notes the type."""
         token = self.tokens[self.at]
         head, colon, text = token.partition(":")
-        if not colon or head[0] != "%":
+        if not colon or not head.startswith("%"):
             if token.startswith("%"):
                 self.fail(f"{token} is defined here, so its type must follow: {token}:f32[4,16]")
             self.expected("a value with its type, such as %3:f32[4,16]")

@@ -90,7 +90,8 @@ _whole = _typed("a whole number of at least 0", lambda v: _is_int(v) and v >= 0)
 _flag = _typed("true or false", lambda v: isinstance(v, bool))
 _seconds = _typed(
     "a number of seconds, at least 0",
-    lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0,
+    # A whole number beyond 1e300 is no float.
+    lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v <= 10**300,
     float,
 )
 
