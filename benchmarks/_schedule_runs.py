@@ -134,9 +134,10 @@ class Executed:
         entry = Entry(old.bundle.replace(program=program), old.structure, old.returned)
         entry.adopt(old, emulation=Emulation(work_s, links))
         leaves, _ = flatten_call((self.state, self.batch), {}, False)
-        start = time.perf_counter()
-        results = jax.block_until_ready(entry.run(leaves))
-        wall_s = time.perf_counter() - start
+        for _ in range(2):  # the first step starts threads
+            start = time.perf_counter()
+            results = jax.block_until_ready(entry.run(leaves))
+            wall_s = time.perf_counter() - start
         ours, _ = rebuild_result(old.structure, old.returned, results, (self.state, self.batch), {})
         assert entry.executor is not None
         bubble = timeline(entry.executor.times, STAGES).bubble
