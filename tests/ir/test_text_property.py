@@ -1,7 +1,6 @@
 """What prints parses back equal, and no text makes the parser raise anything but its own errors."""
 
 import contextlib
-import contextlib
 import dataclasses
 import math
 import pathlib
