@@ -22,6 +22,7 @@ Values are refs of the graph. How a fragment receives one is its *form*:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from hetjax.ir.graph import Aval, Op, Ref, Result
@@ -31,6 +32,9 @@ FORMS = ("step", "micro", "sum", "concat", "last")
 
 # One mesh axis (or several, or none) per dimension, as in a PartitionSpec with every entry spelled out.
 Spec = tuple[tuple[str, ...], ...]
+
+# Bounds of a block per dimension, (start, stop), in the whole value.
+Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Task kinds. "B" is a whole backward; "I" and "W" are its input-gradient and weight-gradient halves.
 TASK_KINDS = ("F", "B", "I", "W", "prologue", "send", "recv", "sync", "update")
@@ -67,6 +71,29 @@ class StageMesh:
                 n *= sizes[a]
             out.append(n)
         return tuple(out)
+
+    def blocks(self, spec: Spec, shape: tuple[int, ...]) -> dict[int, Block]:
+        """Returns the block of a value that each device holds.
+
+        Args:
+          spec: how the value is split; () splits nothing.
+          shape: of the whole value. A dimension that does not divide is split into blocks of the
+            rounded-up size, the last ones shorter or empty.
+        """
+        sizes = dict(self.axes)
+        out: dict[int, Block] = {}
+        for device, place in zip(self.devices, itertools.product(*(range(n) for _, n in self.axes))):
+            at = dict(zip(sizes, place))
+            start, stop = [], []
+            for n, axes in zip(shape, spec or ((),) * len(shape)):
+                index, parts = 0, 1
+                for a in axes:
+                    index, parts = index * sizes[a] + at[a], parts * sizes[a]
+                size = -(-n // parts)
+                start.append(min(n, index * size))
+                stop.append(min(n, (index + 1) * size))
+            out[device] = (tuple(start), tuple(stop))
+        return out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +147,9 @@ class Fragment:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
     """One contiguous block of a value that travels from one device to another.
+
+    A device of either mesh may pass on what earlier pieces of its reshard brought it; so a block
+    crosses between the meshes once, and is completed inside the target mesh.
 
     Attributes:
       source, target: device positions in the cluster's order.

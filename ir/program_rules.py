@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from hetjax.ir.graph import Aval, Ref
-from hetjax.ir.program import FORMS, PHASES, Fragment, Port, Program, Reshard, Spec, StageMesh
+from hetjax.ir.program import FORMS, PHASES, Block, Fragment, Port, Program, Reshard, Spec, StageMesh
 from hetjax.ir.rules import Found, Rule
 from hetjax.ir.suggest import nearest
 
@@ -294,12 +294,13 @@ def _pieces(c: Context, r: Reshard, aval: Aval | None) -> Iterator[Found]:
     source, target = c.mesh(r.source), c.mesh(r.target)
     if not r.pieces or aval is None or source is None or target is None:
         return
+    own, due = source.blocks(r.source_spec, aval.shape), target.blocks(r.target_spec, aval.shape)
+    arrived: dict[int, list[Block]] = {}
     brought: Counter[int] = Counter()
     for p in r.pieces:
-        if p.source not in source.devices or p.target not in target.devices:
-            yield Found(
-                f"reshard {r.name} has a piece from device {p.source} to {p.target}, which are not on its meshes"
-            )
+        block = (p.start, p.stop)
+        if not {p.source, p.target} <= {*own, *due}:
+            yield Found(f"reshard {r.name} has a piece from device {p.source} to {p.target}, which are not on its meshes")
             return
         bounds = len(p.start) == len(p.stop) == aval.ndim
         if not bounds or any(not 0 <= a < b <= n for a, b, n in zip(p.start, p.stop, aval.shape)):
@@ -307,13 +308,29 @@ def _pieces(c: Context, r: Reshard, aval: Aval | None) -> Iterator[Found]:
                 f"reshard {r.name} has a piece {p.start} to {p.stop}, which is no block of {aval}"
             )
             return
-        brought[p.target] += math.prod(b - a for a, b in zip(p.start, p.stop))
-    share = aval.size // math.prod(target.parts(r.target_spec))
-    for device in target.devices:
-        if brought[device] != share:
+        has = _common(own[p.source], block) if p.source in own else 0
+        if has < _elements(block) and sum(_common(b, block) for b in arrived.get(p.source, ())) < _elements(block):
             yield Found(
-                f"reshard {r.name} brings device {device} {brought[device]} elements of {aval}; its share is {share}"
-            )
+                f"reshard {r.name} has a piece {p.start} to {p.stop} from device {p.source}, "
+                "which neither holds it nor got it from a piece before")
+            return
+        arrived.setdefault(p.target, []).append(block)
+        if p.target in due:
+            brought[p.target] += _common(block, due[p.target])
+    for device, block in due.items():
+        if brought[device] != _elements(block):
+            yield Found(
+                f"reshard {r.name} brings device {device} {brought[device]} elements of {aval}; "
+                f"its share is {_elements(block)}")
+
+
+def _elements(block: Block) -> int:
+    return math.prod(max(0, b - a) for a, b in zip(*block))
+
+
+def _common(x: Block, y: Block) -> int:
+    """Returns how many elements two blocks share."""
+    return math.prod(max(0, min(b, d) - max(a, c)) for a, b, c, d in zip(*x, *y))
 
 
 def returned(c: Context) -> Iterator[Found]:

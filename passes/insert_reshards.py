@@ -7,17 +7,24 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from hetjax.ir.bundle import Bundle
+from hetjax.ir.cluster import Cluster
+from hetjax.ir.dtypes import dtype_itemsize
 from hetjax.ir.errors import PassError
 from hetjax.ir.graph import Ref
 from hetjax.ir.program import Fragment, Port, Program, Reshard
+from hetjax.passes.reshard_plan import plan_naive, plan_reshard
+
+# Inside one node pieces must be this much quicker than a copy per device: every piece costs a dispatch.
+WORTH = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class InsertReshards:
-    """Adds one reshard per value, form and pair of stages.
+    """Adds one reshard per value, form and pair of stages, and plans its pieces.
 
     Before: `s1/forward` reads %40, which only `s0/forward` gives.
-    After:  a reshard `x40:s0>s1` carries it, once per microbatch.
+    After:  a reshard `x40:s0>s1` carries it, once per microbatch, in pieces that cross once. Between
+    devices of one node, where a copy per device costs no more, it has none. Without a cluster none has.
     """
 
     name: ClassVar[str] = "insert-reshards"
@@ -28,6 +35,8 @@ class InsertReshards:
         if bundle.program is None:
             raise PassError(self.name, "needs a program; run cut-stages first")
         reshards = tuple(find_reshards(bundle.program))
+        if bundle.cluster is not None:
+            reshards = tuple(with_pieces(bundle.program, bundle.cluster, r) for r in reshards)
         if reshards == bundle.program.reshards:
             return bundle
         return bundle.replace(program=bundle.program.replace(reshards=reshards))
@@ -68,3 +77,24 @@ def find_reshards(program: Program) -> Iterator[Reshard]:
                 name, port.ref, form, source.stage, fragment.stage, out.spec, port.spec,
                 avals[port.ref].nbytes,
             )
+
+
+def with_pieces(program: Program, cluster: Cluster, reshard: Reshard) -> Reshard:
+    """Returns a reshard with the pieces the planner chose, () where whole copies are as good.
+
+    Args:
+      program: whose reshard it is.
+      cluster: where its meshes' devices are.
+      reshard: with specs at both ends.
+    """
+    aval = (program.avals if reshard.form == "step" else program.micro_avals)[reshard.ref]
+    if len(reshard.source_spec) != aval.ndim or len(reshard.target_spec) != aval.ndim:
+        return dataclasses.replace(reshard, pieces=())  # a spec that no pass has decided yet
+    source, target = program.meshes[reshard.source], program.meshes[reshard.target]
+    ends = (cluster, source, reshard.source_spec, target, reshard.target_spec, aval.shape, dtype_itemsize(aval.dtype))
+    plan = plan_reshard(*ends)
+    nodes = [{cluster.devices[d].node for d in mesh.devices} for mesh in (source, target)]
+    near = len(nodes[0] | nodes[1]) == 1
+    if near and plan.seconds > plan_naive(*ends).seconds * WORTH:
+        return dataclasses.replace(reshard, pieces=())
+    return dataclasses.replace(reshard, pieces=plan.pieces)

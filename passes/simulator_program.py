@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 from hetjax.ir.cluster import Cluster
@@ -11,6 +10,7 @@ from hetjax.ir.dtypes import dtype_itemsize
 from hetjax.ir.errors import PlanError
 from hetjax.ir.plan import Plan
 from hetjax.ir.program import Program, Reshard
+from hetjax.passes.reshard_plan import price_pieces
 from hetjax.passes.schedules import schedule
 from hetjax.passes.schedules.costs import PipelineCosts
 from hetjax.passes.schedules.flush import warmup_lists
@@ -112,38 +112,27 @@ def _share_out(program: Program, seconds: Sequence[float]) -> dict[str, float]:
 def program_transfers(program: Program, cluster: Cluster) -> dict[str, Transfer]:
     """Returns what one send of each reshard costs, by its name.
 
-    The pieces of a reshard travel together. Each wire carries what its pieces add up to; the transfer
-    occupies all its wires until the slowest is done, and then takes the longest latency of its links.
-    A reshard without pieces is priced as one whole value from the first device to the first.
+    Each wire carries what its pieces add up to; the transfer occupies all its wires until the slowest
+    is done. What relays add (a latency each, and the time until the first chunk is there) counts as
+    latency. A reshard without pieces is priced as one whole value from the first device to the first.
     """
     return {r.name: _transfer(program, cluster, r) for r in program.reshards}
 
 
 def _transfer(program: Program, cluster: Cluster, reshard: Reshard) -> Transfer:
     source, target = program.meshes[reshard.source], program.meshes[reshard.target]
-    flows: dict[tuple[int, int], float] = {}
     if reshard.pieces:
         avals = program.avals if reshard.form == "step" else program.micro_avals
-        itemsize = dtype_itemsize(avals[reshard.ref].dtype)
-        for p in reshard.pieces:
-            size = math.prod(b - a for a, b in zip(p.start, p.stop)) * itemsize
-            flows[p.source, p.target] = flows.get((p.source, p.target), 0.0) + size
+        occupied, delay_s = price_pieces(cluster, reshard.pieces, source, dtype_itemsize(avals[reshard.ref].dtype))
     else:
-        flows[source.devices[0], target.devices[0]] = float(reshard.nbytes)
-    carried: dict[str, tuple[float, float]] = {}  # wire -> bytes, bandwidth at the size of one flow
-    latency = 0.0
-    for (a, b), size in flows.items():
-        if a == b or not size:
-            continue
+        a, b = source.devices[0], target.devices[0]
         link = cluster.link(a, b)
-        latency = max(latency, link.latency_s)
-        for wire in dict.fromkeys(cluster.wires(a, b)):
-            before, slowest = carried.get(wire, (0.0, math.inf))
-            carried[wire] = (before + size, min(slowest, link.bandwidth(size)))
-    if not carried:
+        there = bool(reshard.nbytes) and a != b
+        occupied = {w: link.serialise_s(reshard.nbytes) for w in cluster.wires(a, b)} if there else {}
+        delay_s = link.latency_s
+    if not occupied:
         return Transfer((f"{source.name}>{target.name}",), 0.0, 0.0)
-    return Transfer(
-        tuple(sorted(carried)), max(size / speed for size, speed in carried.values()), latency)
+    return Transfer(tuple(sorted(occupied)), max(occupied.values()), delay_s)
 
 
 def pipeline_costs(

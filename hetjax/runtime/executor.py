@@ -54,7 +54,7 @@ class Counters:
       steps: calls.
       launches: compiled calls.
       transfers: values sent between stages.
-      bytes_between_stages: their bytes, each value once.
+      bytes_between_stages: bytes that left one mesh for another; where pieces say nothing, each value once.
       starts_s: when the latest calls began, by `time.perf_counter`.
     """
 

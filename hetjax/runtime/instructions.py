@@ -10,6 +10,7 @@ from hetjax.ir.errors import LoweringError
 from hetjax.ir.program import Program, Reshard, Task
 from hetjax.runtime.compiler import CompiledFragment
 from hetjax.runtime.meshes import named_sharding
+from hetjax.runtime.resharding import PieceMove, make_move
 
 MoveKey = tuple[str, int | None]  # work and microbatch of a send and its recv
 
@@ -44,7 +45,7 @@ class Move:
       tasks: the sends.
       sources, targets: slots.
       carry: takes the values and returns them on the target's devices; None where only time passes.
-      nbytes: of all values, each once.
+      nbytes: that leave one mesh for another; where pieces say nothing, each value once.
       target_lane: whose thread waits for it.
       frees: slots without a later reader.
     """
@@ -64,27 +65,49 @@ class Move:
 
 @dataclasses.dataclass(slots=True)
 class Await:
-    """Waits for what a move brings."""
+    """Waits for what a move brings.
+
+    Attributes:
+      key: the move's.
+      finish: (slot, collective) of values that the lane's own mesh completes. Its lane launches them,
+        so that all devices of a mesh see its collectives in one order.
+      task: the recv, None where no values move.
+    """
 
     key: MoveKey
+    finish: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
+    task: Task | None = None
 
 
 Instruction = Run | Move | Await
 
 
 def make_carry(
-    reshards: Sequence[Reshard], meshes: Sequence[Any]
+    reshards: Sequence[Reshard],
+    meshes: Sequence[Any],
+    by_pieces: Sequence[Callable[[Any], Any] | None],
 ) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Returns what brings the reshards' values to their target meshes: the one place where values move.
 
     Args:
       reshards: one per value.
       meshes: jax mesh per stage.
+      by_pieces: what carries each value by its pieces, None where one device_put does.
     """
     import jax
 
-    shardings = [named_sharding(meshes[r.target], r.target_spec) for r in reshards]
-    return lambda arrays: jax.device_put(list(arrays), shardings)
+    shardings = [
+        named_sharding(meshes[r.target], r.target_spec)
+        for r, pieces in zip(reshards, by_pieces)
+        if pieces is None
+    ]
+
+    def carry(arrays: Sequence[Any]) -> Sequence[Any]:
+        whole = [x for x, pieces in zip(arrays, by_pieces) if pieces is None]
+        moved = iter(jax.device_put(whole, shardings) if whole else ())
+        return [next(moved) if p is None else p(x) for x, p in zip(arrays, by_pieces)]
+
+    return carry
 
 
 def merge_tasks(program: Program) -> list[Task]:
@@ -146,11 +169,28 @@ class Translator:
         self.slots: dict[tuple[int, int, str | int], int] = {}
         self.kept: set[int] = set()
         self._reshards = {r.name: r for r in program.reshards}
+        self._by_pieces: dict[str, PieceMove | None] = {}
         self._lane = {t.stage: k for k, tasks in enumerate(program.tasks) for t in tasks}
 
     def slot(self, stage: int, ref: int, form: str | int) -> int:
         """Returns the number of a value on a stage: whole, summed up, or of one microbatch."""
         return self.slots.setdefault((stage, ref, form), len(self.slots))
+
+    def pieces_of(self, reshard: Reshard) -> PieceMove | None:
+        """Returns what carries a reshard by its pieces, None where one device_put does."""
+        if reshard.name not in self._by_pieces:
+            stages = reshard.source, reshard.target
+            source, target = (self.program.meshes[s] for s in stages)
+            devices = {
+                d: device
+                for s in stages
+                for d, device in zip(self.program.meshes[s].devices, self.meshes[s].devices.flat)
+            }
+            avals = self.program.avals if reshard.form == "step" else self.program.micro_avals
+            self._by_pieces[reshard.name] = make_move(
+                reshard, avals[reshard.ref], source, target, self.meshes[reshard.target], devices
+            )
+        return self._by_pieces[reshard.name]
 
     def merged(self) -> list[Run | Move]:
         """Returns one list for one dispatcher; sends that stand together move together."""
@@ -168,7 +208,7 @@ class Translator:
         for task in tasks:
             if task.kind == "recv":
                 if not together:
-                    out.append(Await((task.work, task.microbatch)))
+                    out.append(self._await(task))
             elif task.kind == "send":
                 # A transfer may run at its send or anywhere before its recv: at once, and together with its neighbours.
                 reshard = self._reshards[task.work]
@@ -180,24 +220,38 @@ class Translator:
                     previous = Move([], [], [], None, 0, self._lane[reshard.target])
                     out.append(previous)
                 self._extend(previous, task, reshard)
-                previous.carry = make_carry(gathered, self.meshes)
+                moves = [self.pieces_of(r) for r in gathered]
+                carry = moves if together else [m and m.bring for m in moves]
+                previous.carry = make_carry(gathered, self.meshes, carry)
             else:
                 out += self._runs(task, started)
         self._free_after_last_use(out)
         return out
 
-    def _extend(self, move: Move, task: Task, reshard: Reshard) -> None:
-        form: str | int = "step"
+    def _await(self, task: Task) -> Await:
+        reshard = self._reshards[task.work]
+        pieces = self.pieces_of(reshard)
+        finish = ()
+        if pieces is not None and pieces.completes:
+            slot = self.slot(reshard.target, reshard.ref, self._form(task, reshard))
+            finish = ((slot, pieces.complete),)
+        return Await((task.work, task.microbatch), finish, task)
+
+    def _form(self, task: Task, reshard: Reshard) -> str | int:
+        """Returns which of a value's slots a send or recv is about."""
         if reshard.form == "sum":
-            form = "sum"
-        elif reshard.form == "last" and self.program.num_microbatches > 1:
-            form = self.program.num_microbatches - 1
-        elif task.microbatch is not None:
-            form = task.microbatch
+            return "sum"
+        if reshard.form == "last" and self.program.num_microbatches > 1:
+            return self.program.num_microbatches - 1
+        return "step" if task.microbatch is None else task.microbatch
+
+    def _extend(self, move: Move, task: Task, reshard: Reshard) -> None:
+        form = self._form(task, reshard)
+        pieces = self.pieces_of(reshard)
         move.tasks.append(task)
         move.sources.append(self.slot(reshard.source, reshard.ref, form))
         move.targets.append(self.slot(reshard.target, reshard.ref, form))
-        move.nbytes += reshard.nbytes
+        move.nbytes += reshard.nbytes if pieces is None else pieces.bytes_between
 
     def _runs(self, task: Task, started: set[str]) -> list[Run]:
         unit = self.fragments[task.work]
