@@ -7,8 +7,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from hetjax.ir.blocks import common, elements
 from hetjax.ir.graph import Aval, Ref
-from hetjax.ir.program import FORMS, PHASES, Block, Fragment, Port, Program, Reshard, Spec, StageMesh
+from hetjax.ir.program import (
+    FORMS,
+    PHASES,
+    Block,
+    Fragment,
+    Port,
+    Program,
+    Reshard,
+    Spec,
+    StageMesh,
+)
 from hetjax.ir.rules import Found, Rule
 from hetjax.ir.suggest import nearest
 
@@ -309,7 +320,7 @@ def _pieces(c: Context, r: Reshard, aval: Aval | None) -> Iterator[Found]:
             )
             return
         has = _common(own[p.source], block) if p.source in own else 0
-        if has < _elements(block) and sum(_common(b, block) for b in arrived.get(p.source, ())) < _elements(block):
+        if has < elements(block) and sum(_common(b, block) for b in arrived.get(p.source, ())) < elements(block):
             yield Found(
                 f"reshard {r.name} has a piece {p.start} to {p.stop} from device {p.source}, "
                 "which neither holds it nor got it from a piece before")
@@ -318,19 +329,16 @@ def _pieces(c: Context, r: Reshard, aval: Aval | None) -> Iterator[Found]:
         if p.target in due:
             brought[p.target] += _common(block, due[p.target])
     for device, block in due.items():
-        if brought[device] != _elements(block):
+        if brought[device] != elements(block):
             yield Found(
                 f"reshard {r.name} brings device {device} {brought[device]} elements of {aval}; "
-                f"its share is {_elements(block)}")
-
-
-def _elements(block: Block) -> int:
-    return math.prod(max(0, b - a) for a, b in zip(*block))
+                f"its share is {elements(block)}")
 
 
 def _common(x: Block, y: Block) -> int:
     """Returns how many elements two blocks share."""
-    return math.prod(max(0, min(b, d) - max(a, c)) for a, b, c, d in zip(*x, *y))
+    shared = common(x, y)
+    return 0 if shared is None else elements(shared)
 
 
 def returned(c: Context) -> Iterator[Found]:

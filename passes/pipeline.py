@@ -8,8 +8,8 @@ from hetjax.passes.manager import run_pipeline
 # In order. Microbatching is chosen and proved between the two, because it traces the step again.
 ANALYSIS = ("inline-calls", "label-regions", "label-blocks", "annotate-costs")
 LOWERING = (
-    "plan-stages", "cut-stages", "split-backward", "shard-stages", "insert-reshards", "schedule",
-    "plan-donation", "verify",
+    "plan-stages", "cut-stages", "split-backward", "shard-stages", "insert-reshards", "optimise-reshards",
+    "schedule", "plan-donation", "verify",
 )
 
 

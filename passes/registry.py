@@ -51,6 +51,7 @@ PASSES: dict[str, str] = {
     "split-backward": "hetjax.passes.split_backward:SplitBackward",
     "shard-stages": "hetjax.passes.shard_stages:ShardStages",
     "insert-reshards": "hetjax.passes.insert_reshards:InsertReshards",
+    "optimise-reshards": "hetjax.passes.optimise_reshards:OptimiseReshards",
     "schedule": "hetjax.passes.schedule_tasks:Schedule",
     "plan-donation": "hetjax.passes.plan_donation:PlanDonation",
     "verify": "hetjax.passes.verify:Verify",
@@ -60,7 +61,7 @@ PASSES: dict[str, str] = {
 ALIASES: dict[str, str] = {
     "default": (
         "inline-calls,label-regions,label-blocks,annotate-costs,prove-microbatching,plan-stages,cut-stages,"
-        "split-backward,shard-stages,insert-reshards,schedule,plan-donation,verify"
+        "split-backward,shard-stages,insert-reshards,optimise-reshards,schedule,plan-donation,verify"
     ),
 }
 

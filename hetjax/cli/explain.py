@@ -276,6 +276,7 @@ def _reshards(
     bundle: Bundle, fail_over: str | None, everything: bool
 ) -> tuple[dict[str, Any], str, int]:
     from hetjax.emit.dot import human_bytes
+    from hetjax.explaining.link_bytes import link_bytes
     from hetjax.explaining.movements import movements, parse_size
     from hetjax.explaining.stages import table
 
@@ -305,12 +306,35 @@ def _reshards(
         lines.append(f"and {len(found) - len(shown)} more; --all lists them")
     total = sum(m.step_bytes for m in found if m.kind != "all-reduce")
     lines.append(f"between stages: {human_bytes(total)} per step")
+    carried = (
+        link_bytes(bundle.program, bundle.cluster) if bundle.program and bundle.cluster else []
+    )
+    if carried:
+        part = carried if everything else carried[:MOST_ROWS]
+        lines += ["", "each reshard once, beside the least that can cross and the time no way can beat:"]
+        lines.append(
+            table(
+                [
+                    ["reshard", *(c.reshard for c in part)],
+                    ["pieces", *(c.pieces or "whole" for c in part)],
+                    ["crosses", *(human_bytes(c.crossing) for c in part)],
+                    ["least", *(human_bytes(c.unique) for c in part)],
+                    ["ms", *(f"{c.seconds * 1e3:.4g}" for c in part)],
+                    ["bound ms", *(f"{c.bound_s * 1e3:.4g}" for c in part)],
+                    [
+                        "on each link",
+                        *(", ".join(f"{n} {human_bytes(b)}" for n, b in c.links) for c in part),
+                    ],
+                ]
+            )
+        )
     lines += [
         f"over {fail_over}: {m.what} ({human_bytes(m.step_bytes)} per step, {m.where})"
         for m in over
     ]
     answer = {
         "reshards": [{**dataclasses.asdict(m), "step_bytes": m.step_bytes} for m in found],
+        "links": [dataclasses.asdict(c) for c in carried],
         "bytes_between_stages": total,
         "over": [m.what for m in over],
     }

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hetjax.ir.blocks import chunk_bytes, chunk_edges, common, covers
 from hetjax.ir.errors import RuntimeFault
 from hetjax.ir.program import Block, Piece
-from hetjax.passes.reshard_plan import chunk_bytes, chunk_edges
 
 # Bytes handed to a transport and not yet arrived.
 BUDGET_BYTES = 64 << 20
@@ -103,7 +103,7 @@ class _Carriage:
         self.inbox: dict[int, tuple[Block, np.ndarray]] = {}
         for d in dict.fromkeys([*due, *(p.target for p in pieces)]):
             blocks = [*((p.start, p.stop) for p in pieces if p.target == d), *([due[d]] if d in due else [])]
-            joins = d in held and any(p.source == d and not _covers(held[d][0], (p.start, p.stop)) for p in pieces)
+            joins = d in held and any(p.source == d and not covers(held[d][0], (p.start, p.stop)) for p in pieces)
             if joins:  # it sends on what it held together with what it got
                 blocks.append(held[d][0])
             block = (tuple(map(min, zip(*(b[0] for b in blocks)))), tuple(map(max, zip(*(b[1] for b in blocks)))))
@@ -127,13 +127,16 @@ class _Carriage:
         for i, (_, target, _) in enumerate(self.chunks):
             into.setdefault(target, []).append(i)
         for i, (source, _, block) in enumerate(self.chunks):
-            if source in held and _covers(held[source][0], block):
+            if source in held and covers(held[source][0], block):
                 continue
             for j in into.get(source, ()):
-                if _meet(self.chunks[j][2], block):
+                if common(self.chunks[j][2], block):
                     self.missing[i] += 1
                     self.readers[j].append(i)
-        self.ready = collections.deque(i for i, m in enumerate(self.missing) if not m)
+        # What relays send on goes first, and half the budget is theirs: else what waits at a slow link fills it.
+        self.first = collections.deque(i for i, m in enumerate(self.missing) if not m)
+        self.relays: collections.deque[int] = collections.deque()
+        self.share = budget_bytes // 2 if any(self.missing) else budget_bytes
         self.under_way = 0
         self.pumping = False
         self.left = len(self.chunks)
@@ -163,17 +166,18 @@ class _Carriage:
             self.pumping = True
         while True:
             with self.lock:
-                if self.fault is not None or not self.ready:
+                queue, limit = (self.relays, self.budget) if self.relays else (self.first, self.share)
+                if self.fault is not None or not queue:
                     self.pumping = False
                     return
-                i = self.ready[0]
+                i = queue[0]
                 source, target, block = self.chunks[i]
-                outer, data = next((b, x) for b, x in self.buffers[source] if _covers(b, block))
+                outer, data = next((b, x) for b, x in self.buffers[source] if covers(b, block))
                 view = data[_within(block, outer)]
-                if self.under_way and self.under_way + view.nbytes > self.budget:
+                if self.under_way and self.under_way + view.nbytes > limit:
                     self.pumping = False
                     return
-                self.ready.popleft()
+                queue.popleft()
                 self.under_way += view.nbytes
             piece = PieceView(self.name, source, target, *block, view, crc(view) if self.check else None)
             try:
@@ -196,7 +200,7 @@ class _Carriage:
             for r in self.readers[i]:
                 self.missing[r] -= 1
                 if not self.missing[r]:
-                    self.ready.append(r)
+                    self.relays.append(r)
             if not self.left:
                 self.done.set()
         self.pump()
@@ -205,14 +209,6 @@ class _Carriage:
         with self.lock:
             self.fault = self.fault or fault
         self.done.set()
-
-
-def _covers(outer: Block, block: Block) -> bool:
-    return all(a <= c and d <= b for a, b, c, d in zip(*outer, *block))
-
-
-def _meet(x: Block, y: Block) -> bool:
-    return all(max(a, c) < min(b, d) for a, b, c, d in zip(*x, *y))
 
 
 def _within(block: Block, outer: Block) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hetjax.ir.blocks import common, covers, elements
 from hetjax.ir.graph import Aval
 from hetjax.ir.program import Block, Piece, Reshard, Spec, StageMesh
 from hetjax.runtime.meshes import named_sharding
@@ -64,7 +65,7 @@ class PieceMove:
         self.bytes_sent: collections.Counter[tuple[int, int]] = collections.Counter()
         size = nbytes / max(1, math.prod(shape))
         self.bytes_between = sum(
-            round(size * math.prod(b - a for a, b in zip(p.start, p.stop))) for p in reshard.pieces
+            round(size * elements((p.start, p.stop))) for p in reshard.pieces
             if p.source in self._own and p.target in self._due and p.source != p.target)
         self._counting = threading.Lock()
         hops = _hops(reshard.pieces, self._own)
@@ -129,7 +130,7 @@ def _hops(pieces: Sequence[Piece], own: dict[int, Block]) -> list[list[Piece]]:
     for p in pieces:
         block = (p.start, p.stop)
         hop = 0
-        if not (p.source in own and _inside(block, own[p.source])):
+        if not (p.source in own and covers(own[p.source], block)):
             hop = 1 + max(h for b, h in depth[p.source] if common(b, block) is not None)
         depth.setdefault(p.target, []).append((block, hop))
         while len(out) <= hop:
@@ -138,32 +139,21 @@ def _hops(pieces: Sequence[Piece], own: dict[int, Block]) -> list[list[Piece]]:
     return out
 
 
-def _inside(x: Block, y: Block) -> bool:
-    return all(a >= c and b <= d for a, b, c, d in zip(*x, *y))
-
-
-def common(x: Block, y: Block) -> Block | None:
-    """Returns the block two blocks share, None where they do not meet."""
-    start = tuple(map(max, x[0], y[0]))
-    stop = tuple(map(min, x[1], y[1]))
-    return (start, stop) if all(a < b for a, b in zip(start, stop)) else None
-
-
 def _finer_spec(entry: Sequence[Piece], spec: Spec, target: StageMesh, shape: tuple[int, ...]) -> Spec | None:
     """Returns the sharding of the target mesh that the first pieces leave, None where they leave none."""
     used = {a for axes in spec for a in axes}
     free = tuple(a for a, n in target.axes if a not in used and n > 1)
     brought: dict[int, int] = {}
     for p in entry:
-        brought[p.target] = brought.get(p.target, 0) + math.prod(b - a for a, b in zip(p.start, p.stop))
+        brought[p.target] = brought.get(p.target, 0) + elements((p.start, p.stop))
     full = spec or ((),) * len(shape)
     for d, n in enumerate(shape):
         finer = tuple((*axes, *free) if k == d else axes for k, axes in enumerate(full))
         if not free or n % target.parts(finer)[d]:
             continue
         blocks = target.blocks(finer, shape)
-        if all(brought.get(x) == math.prod(b - a for a, b in zip(*blocks[x])) for x in target.devices) and all(
-            _inside((p.start, p.stop), blocks[p.target]) for p in entry
+        if all(brought.get(x) == elements(blocks[x]) for x in target.devices) and all(
+            covers(blocks[p.target], (p.start, p.stop)) for p in entry
         ):
             return finer
     return None
@@ -180,7 +170,7 @@ def assemble(held: Sequence[tuple[Block, Any]], wanted: Sequence[Block]) -> list
     for block in wanted:
         whole = next((x for b, x in reversed(held) if b == block), None)
         if whole is None:
-            outer = next(((b, x) for b, x in reversed(held) if _inside(block, b)), None)
+            outer = next(((b, x) for b, x in reversed(held) if covers(b, block)), None)
             if outer is not None:
                 whole = _cut(*_relative(block, outer[0]))(outer[1])
             else:

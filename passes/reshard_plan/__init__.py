@@ -1,7 +1,7 @@
 """Resharding: how a value goes from one mesh to another with every byte crossing slow links once."""
 
 from hetjax.passes.reshard_plan.bound import Bound, lower_bound
-from hetjax.passes.reshard_plan.clock import Clock, chunk_bytes, chunk_edges, simulate_route
+from hetjax.passes.reshard_plan.clock import Clock, simulate_route
 from hetjax.passes.reshard_plan.layout import Layout, layout
 from hetjax.passes.reshard_plan.planner import (
     ReshardPlan,
@@ -13,7 +13,7 @@ from hetjax.passes.reshard_plan.planner import (
 )
 
 __all__ = [
-    "Bound", "Clock", "Layout", "ReshardPlan", "cheapest_spec", "chunk_bytes", "chunk_edges", "layout",
+    "Bound", "Clock", "Layout", "ReshardPlan", "cheapest_spec", "layout",
     "lower_bound", "plan_layouts", "plan_naive", "plan_reshard", "price_pieces",
     "simulate_route",
 ]

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import itertools
 
 import numpy as np
 
+from hetjax.ir.blocks import chunk_bytes, chunk_edges
 from hetjax.ir.cluster import Cluster
 from hetjax.passes.reshard_plan.network import Priced, network
 from hetjax.passes.reshard_plan.routes import Route
-
-MIN_CHUNK_BYTES = 1 << 16
-CHUNKS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,27 +31,6 @@ class Clock:
     seconds: float
     wire_bytes: dict[str, float]
     wire_s: dict[str, float]
-
-
-def chunk_bytes(nbytes: float) -> int:
-    """Returns how large the chunks of a value of `nbytes` should be: small against it, large against a message."""
-    return max(MIN_CHUNK_BYTES, int(nbytes) // CHUNKS)
-
-
-def chunk_edges(start: tuple[int, ...], stop: tuple[int, ...], itemsize: int, limit: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns a block as consecutive blocks of about `limit` bytes at most, cut along one dimension."""
-    extent = [b - a for a, b in zip(start, stop)]
-    size = itemsize
-    for n in extent:
-        size *= n
-    count = -(-size // limit) if limit else 1
-    if count <= 1:
-        return [(start, stop)]
-    d = next((d for d, n in enumerate(extent) if n >= count), max(range(len(extent)), key=lambda d: extent[d]))
-    count = min(count, extent[d])
-    edges = [start[d] + extent[d] * k // count for k in range(count + 1)]
-    put = lambda x, v: (*x[:d], v, *x[d + 1 :])  # noqa: E731
-    return [(put(start, a), put(stop, b)) for a, b in itertools.pairwise(edges)]
 
 
 def simulate_route(cluster: Cluster, route: Route, itemsize: int, limit: int | None = None) -> Clock:

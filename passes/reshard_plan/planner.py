@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hetjax.ir.blocks import chunk_bytes, common
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.program import Block, Piece, Spec, StageMesh
-from hetjax.passes.reshard_plan.clock import chunk_bytes
 from hetjax.passes.reshard_plan.layout import Layout, layout
 from hetjax.passes.reshard_plan.network import Network, Priced, network
 from hetjax.passes.reshard_plan.routes import (
@@ -98,7 +98,7 @@ def price_pieces(
         block, got = (p.start, p.stop), arrived.get(p.source, {})
         hop = 0
         if p.source not in source.devices:
-            hop = 1 + (got[block] if block in got else max((h for b, h in got.items() if _meet(b, block)), default=-1))
+            hop = 1 + (got[block] if block in got else max((h for b, h in got.items() if common(b, block)), default=-1))
         into = arrived.setdefault(p.target, {})
         into[block] = max(into.get(block, 0), hop)
         hops.append(hop)
@@ -110,10 +110,6 @@ def price_pieces(
     return (
         {net.names[w]: float(s) for w, s in enumerate(occupied) if s},
         _fill_s(priced, route, itemsize))
-
-
-def _meet(x: Block, y: Block) -> bool:
-    return all(max(a, c) < min(b, d) for a, b, c, d in zip(*x, *y))
 
 
 def _fill_s(priced: Priced, route: Route, itemsize: int) -> float:

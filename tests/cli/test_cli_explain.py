@@ -257,3 +257,13 @@ def test_at_the_update_the_new_values_are_held(adam, donated):
         state = memory.parameters + memory.optimizer + memory.gradients
         assert sum(h.nbytes for h in holders) == state + memory.update
         assert any(h.kind == "new values" for h in holders)
+
+
+def test_each_link_stands_beside_the_least_that_can_cross():
+    found = answer("--reshards")["links"]
+    assert found
+    for row in found:
+        assert row["crossing"] >= row["unique"] > 0
+        assert row["seconds"] >= row["bound_s"] * (1 - 1e-9) > 0
+        assert sum(nbytes for _, nbytes in row["links"]) >= row["crossing"]
+    assert "beside the least that can cross" in explain("--reshards").output

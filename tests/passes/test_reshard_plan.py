@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetjax.ir.blocks import chunk_edges
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.program import StageMesh
 from hetjax.passes.reshard_plan import (
     cheapest_spec,
-    chunk_edges,
     layout,
     lower_bound,
     plan_naive,
