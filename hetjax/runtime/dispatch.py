@@ -100,7 +100,7 @@ class _Step:
                 self._changed[lane].wait()
             return arrived[key]
 
-    def fail(self, task: Task | None, error: BaseException) -> None:
+    def fail(self, task: Task, error: BaseException) -> None:
         with self._ended:
             if self.fault is None:
                 fault = LaneFault(task)
@@ -203,14 +203,9 @@ def _run_list(lane: _Lane, step: _Step) -> None:
             return
         if isinstance(instruction, Await):
             ready_s = max(ready_s, step.wait(lane.number, instruction.key))
-            if step.fault is not None or not instruction.finish:
-                continue
-        task = instruction.tasks[0] if isinstance(instruction, Move) else instruction.task
+            continue
+        task = instruction.task if isinstance(instruction, Run) else instruction.tasks[0]
         try:
-            if isinstance(instruction, Await):
-                for slot, complete in instruction.finish:
-                    values[slot] = complete(values[slot])
-                continue
             if isinstance(instruction, Run):
                 free_s = _launch(lane, step, instruction, free_s, ready_s)
             else:

@@ -17,7 +17,7 @@ MoveKey = tuple[str, int | None]  # work and microbatch of a send and its recv
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """Calls one compiled fragment, or makes its accumulators.
+    """Calls one compiled fragment, makes its accumulators, or completes a value that came in shares.
 
     Attributes:
       task: which it is.
@@ -65,18 +65,9 @@ class Move:
 
 @dataclasses.dataclass(slots=True)
 class Await:
-    """Waits for what a move brings.
-
-    Attributes:
-      key: the move's.
-      finish: (slot, collective) of values that the lane's own mesh completes. Its lane launches them,
-        so that all devices of a mesh see its collectives in one order.
-      task: the recv, None where no values move.
-    """
+    """Waits for what a move brings."""
 
     key: MoveKey
-    finish: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
-    task: Task | None = None
 
 
 Instruction = Run | Move | Await
@@ -208,7 +199,8 @@ class Translator:
         for task in tasks:
             if task.kind == "recv":
                 if not together:
-                    out.append(self._await(task))
+                    out.append(Await((task.work, task.microbatch)))
+                    out += self._complete(task)
             elif task.kind == "send":
                 # A transfer may run at its send or anywhere before its recv: at once, and together with its neighbours.
                 reshard = self._reshards[task.work]
@@ -228,14 +220,19 @@ class Translator:
         self._free_after_last_use(out)
         return out
 
-    def _await(self, task: Task) -> Await:
+    def _complete(self, task: Task) -> list[Run]:
+        """Returns the collective by which a mesh completes what it received, [] where it got all.
+
+        The mesh's own lane launches it: all devices of a mesh must see its collectives in one order.
+        """
         reshard = self._reshards[task.work]
         pieces = self.pieces_of(reshard)
-        finish = ()
-        if pieces is not None and pieces.completes:
-            slot = self.slot(reshard.target, reshard.ref, self._form(task, reshard))
-            finish = ((slot, pieces.complete),)
-        return Await((task.work, task.microbatch), finish, task)
+        if pieces is None or not pieces.completes:
+            return []
+        at = (self.slot(reshard.target, reshard.ref, self._form(task, reshard)),)
+        zero = None if self.work_s is None else 0.0  # its time is part of the transfer's
+        call = lambda x: (pieces.complete(x),)  # noqa: E731
+        return [Run(task, call, at, at, zero, label=f"s{reshard.target}/{task}")]
 
     def _form(self, task: Task, reshard: Reshard) -> str | int:
         """Returns which of a value's slots a send or recv is about."""

@@ -179,7 +179,7 @@ class _Carriage:
                     return
                 queue.popleft()
                 self.under_way += view.nbytes
-            piece = PieceView(self.name, source, target, *block, view, crc(view) if self.check else None)
+            piece = PieceView(self.name, source, target, block[0], block[1], view, crc(view) if self.check else None)
             try:
                 self.transport.send(piece, lambda back, i=i, n=view.nbytes: self.arrived(i, n, back))
             except Exception as error:

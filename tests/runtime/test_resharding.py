@@ -1,5 +1,6 @@
 """Values carried by their pieces: the same bits on the other mesh, the bytes that were planned."""
 
+import dataclasses
 import math
 import random
 
@@ -9,13 +10,17 @@ import numpy as np
 import pytest
 
 import hetjax
+from hetjax.frontend.calls import flatten_call, rebuild_result
+from hetjax.frontend.entry import Entry
+from hetjax.frontend.rehearsal import cluster_emulation
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.dtypes import dtype_itemsize, short_dtype
 from hetjax.ir.graph import Aval
-from hetjax.ir.program import Reshard, StageMesh
+from hetjax.ir.program import Piece, Reshard, StageMesh
+from hetjax.ir.verify import verify_program
 from hetjax.passes.reshard_plan import plan_reshard
 from hetjax.passes.reshard_plan.planner import possible_specs
-from hetjax.runtime import executor
+from hetjax.runtime import instructions
 from hetjax.runtime.meshes import jax_mesh, named_sharding
 from hetjax.runtime.resharding import make_move
 from tests import support
@@ -127,8 +132,8 @@ def check_pair(seed):
 
 @pytest.mark.parametrize("part", range(6))
 def test_random_pairs_arrive_unchanged(part):
-    moved = sum(check_pair(seed) for seed in range(part, 150, 6))
-    assert moved >= 10
+    moved = sum(check_pair(seed) for seed in range(part, 60, 6))
+    assert moved >= 4
 
 
 @pytest.mark.nightly
@@ -174,7 +179,7 @@ def test_one_activation_crosses_per_microbatch_and_direction(monkeypatch):
     assert_same(mine, expected)
     without = hetjax.parallelize(step, num_stages=2, num_microbatches=2, mesh="1,4;1,2", plan=parallel.plan, cluster=two_sites())
     with monkeypatch.context() as patch:  # whole copies instead: the same bits
-        patch.setattr(executor, "make_move", lambda *_: None)
+        patch.setattr(instructions, "make_move", lambda *_: None)
         theirs, _ = without(state, batch)
     assert_same(mine, theirs, rtol=0, atol=0)
     program = parallel._latest.program
@@ -187,3 +192,38 @@ def test_one_activation_crosses_per_microbatch_and_direction(monkeypatch):
     for r in micro:
         crossing = [p for p in r.pieces if (p.source < 4) != (p.target < 4)]
         assert sum(math.prod(b - a for a, b in zip(p.start, p.stop)) * 4 for p in crossing) == activation
+    check_lanes(parallel, state, batch, mine)
+
+
+def in_shares(program, reshard):
+    """Returns a reshard of a replicated value that comes in one share a target device, which then pass theirs on."""
+    sources, targets = (program.meshes[s].devices for s in (reshard.source, reshard.target))
+    shape = program.micro_avals[reshard.ref].shape
+    n = shape[0] // len(targets)
+    share = lambda k: ((n * k, *(0 for _ in shape[1:])), (n * k + n, *shape[1:]))  # noqa: E731
+    entry = [Piece(sources[k % len(sources)], t, *share(k)) for k, t in enumerate(targets)]
+    swaps = [Piece(a, b, *share(k)) for k, a in enumerate(targets) for b in targets if a != b]
+    return dataclasses.replace(reshard, pieces=(*entry, *swaps))
+
+
+def check_lanes(parallel, state, batch, expected):
+    """Pieces on link threads, shares completed by the receiving lane: the same bits, in the time of the links."""
+    old, cluster = parallel._latest, two_sites()
+    program = old.program.replace(
+        reshards=tuple(in_shares(old.program, r) if r.form == "micro" else r for r in old.program.reshards))
+    verify_program(program)
+    micro = {r.name for r in program.reshards if r.form == "micro"}
+    for emulation in (None, cluster_emulation(cluster, program)):
+        entry = Entry(old.bundle.replace(program=program), old.structure, old.returned)
+        entry.adopt(old, threads=True, emulation=emulation)
+        leaves, _ = flatten_call((state, batch), {}, False)
+        for _ in range(2):
+            new, _ = rebuild_result(entry.structure, entry.returned, entry.run(leaves, True), (state, batch), {})
+            assert_same(new, expected, rtol=0, atol=0)
+        sends = [t for t in entry.executor.times if t.task.kind == "send"]
+        assert entry.executor.counters.bytes_between_stages == 2 * sum(t.nbytes for t in sends)
+        if emulation is None:
+            assert {t.task.work for t in entry.executor.times if t.task.kind == "recv"} == micro
+        for t in sends if emulation else ():
+            price = emulation.transfers[t.task.work]
+            assert t.end_s - t.start_s >= price.serialisation_s + price.latency_s - 1e-9
