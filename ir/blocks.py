@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 from hetjax.ir.program import Block
 
@@ -26,6 +27,31 @@ def common(x: Block, y: Block) -> Block | None:
 def covers(outer: Block, block: Block) -> bool:
     """Returns whether a block contains another."""
     return all(a <= c and d <= b for a, b, c, d in zip(*outer, *block))
+
+
+def remainder(block: Block, held: Iterable[Block]) -> list[Block]:
+    """Returns what is left of a block once the parts that others hold are taken away, as disjoint blocks."""
+    left = [block] if elements(block) else []
+    for other in held:
+        if not left:
+            break
+        left = [rest for b in left for rest in _without(b, other)]
+    return left
+
+
+def _without(block: Block, other: Block) -> list[Block]:
+    """Returns a block without what it shares with another."""
+    shared = common(block, other)
+    if shared is None:
+        return [block]
+    out, (start, stop) = [], (list(block[0]), list(block[1]))
+    for d, (a, b) in enumerate(zip(*shared)):
+        if start[d] < a:
+            out.append((tuple(start), (*stop[:d], a, *stop[d + 1 :])))
+        if b < stop[d]:
+            out.append(((*start[:d], b, *start[d + 1 :]), tuple(stop)))
+        start[d], stop[d] = a, b
+    return out
 
 
 def chunk_bytes(nbytes: float) -> int:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from hetjax.ir.blocks import common, elements
+from hetjax.ir.blocks import common, elements, remainder
 from hetjax.ir.graph import Aval, Ref
 from hetjax.ir.program import (
     FORMS,
@@ -305,13 +305,18 @@ def _pieces(c: Context, r: Reshard, aval: Aval | None) -> Iterator[Found]:
     source, target = c.mesh(r.source), c.mesh(r.target)
     if not r.pieces or aval is None or source is None or target is None:
         return
+    if not (_splits(source, r.source_spec, aval) and _splits(target, r.target_spec, aval)):
+        return  # the rules of specs and meshes say so
     own, due = source.blocks(r.source_spec, aval.shape), target.blocks(r.target_spec, aval.shape)
     arrived: dict[int, list[Block]] = {}
     brought: Counter[int] = Counter()
     for p in r.pieces:
         block = (p.start, p.stop)
         if not {p.source, p.target} <= {*own, *due}:
-            yield Found(f"reshard {r.name} has a piece from device {p.source} to {p.target}, which are not on its meshes")
+            yield Found(
+                f"reshard {r.name} has a piece from device {p.source} to {p.target}, "
+                "which are not on its meshes"
+            )
             return
         bounds = len(p.start) == len(p.stop) == aval.ndim
         if not bounds or any(not 0 <= a < b <= n for a, b, n in zip(p.start, p.stop, aval.shape)):
@@ -319,26 +324,37 @@ def _pieces(c: Context, r: Reshard, aval: Aval | None) -> Iterator[Found]:
                 f"reshard {r.name} has a piece {p.start} to {p.stop}, which is no block of {aval}"
             )
             return
-        has = _common(own[p.source], block) if p.source in own else 0
-        if has < elements(block) and sum(_common(b, block) for b in arrived.get(p.source, ())) < elements(block):
+        held = [own[p.source]] if p.source in own else []
+        if remainder(block, held + arrived.get(p.source, [])):
             yield Found(
                 f"reshard {r.name} has a piece {p.start} to {p.stop} from device {p.source}, "
-                "which neither holds it nor got it from a piece before")
+                "which neither holds all of it nor got it from pieces before"
+            )
             return
         arrived.setdefault(p.target, []).append(block)
-        if p.target in due:
-            brought[p.target] += _common(block, due[p.target])
+        shared = common(block, due[p.target]) if p.target in due else None
+        brought[p.target] += 0 if shared is None else elements(shared)
     for device, block in due.items():
         if brought[device] != elements(block):
             yield Found(
                 f"reshard {r.name} brings device {device} {brought[device]} elements of {aval}; "
-                f"its share is {elements(block)}")
+                f"its share is {elements(block)}"
+            )
+        elif left := remainder(block, arrived.get(device, [])):
+            yield Found(
+                f"reshard {r.name} never brings device {device} the block {left[0][0]} to {left[0][1]}"
+            )
 
 
-def _common(x: Block, y: Block) -> int:
-    """Returns how many elements two blocks share."""
-    shared = common(x, y)
-    return 0 if shared is None else elements(shared)
+def _splits(mesh: StageMesh, spec: Spec, aval: Aval) -> bool:
+    """Returns whether a spec says how a value is split over a mesh."""
+    used = [a for axes in spec for a in axes]
+    return (
+        len(spec) in (0, aval.ndim)
+        and {*used} <= {a for a, _ in mesh.axes}
+        and len({*used}) == len(used)
+        and math.prod(n for _, n in mesh.axes) == len(mesh.devices)
+    )
 
 
 def returned(c: Context) -> Iterator[Found]:

@@ -123,7 +123,9 @@ def _transfer(program: Program, cluster: Cluster, reshard: Reshard) -> Transfer:
     source, target = program.meshes[reshard.source], program.meshes[reshard.target]
     if reshard.pieces:
         avals = program.avals if reshard.form == "step" else program.micro_avals
-        occupied, delay_s = price_pieces(cluster, reshard.pieces, source, dtype_itemsize(avals[reshard.ref].dtype))
+        aval = avals[reshard.ref]
+        own = source.blocks(reshard.source_spec, aval.shape)
+        occupied, delay_s = price_pieces(cluster, reshard.pieces, own, dtype_itemsize(aval.dtype))
     else:
         a, b = source.devices[0], target.devices[0]
         link = cluster.link(a, b)

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hetjax.ir.blocks import chunk_bytes, common
+from hetjax.ir.blocks import chunk_bytes, common, covers
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.program import Block, Piece, Spec, StageMesh
 from hetjax.passes.reshard_plan.layout import Layout, layout
@@ -81,14 +81,14 @@ def estimate(cluster: Cluster, route: Route, itemsize: int) -> tuple[float, floa
 
 
 def price_pieces(
-    cluster: Cluster, pieces: Sequence[Piece], source: StageMesh, itemsize: int
+    cluster: Cluster, pieces: Sequence[Piece], own: Mapping[int, Block], itemsize: int
 ) -> tuple[dict[str, float], float]:
     """Returns for how long pieces occupy each wire, by name, and the seconds until the last byte beside that.
 
     Args:
       cluster: whose wires.
       pieces: in an order in which relays follow what they relay.
-      source: the mesh that has the value from the start.
+      own: what each device of the source mesh has from the start.
       itemsize: bytes of an element.
     """
     net = network(cluster)
@@ -97,7 +97,7 @@ def price_pieces(
     for p in pieces:
         block, got = (p.start, p.stop), arrived.get(p.source, {})
         hop = 0
-        if p.source not in source.devices:
+        if not (p.source in own and covers(own[p.source], block)):
             hop = 1 + (got[block] if block in got else max((h for b, h in got.items() if common(b, block)), default=-1))
         into = arrived.setdefault(p.target, {})
         into[block] = max(into.get(block, 0), hop)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.ir.blocks import chunk_edges
+from hetjax.ir.blocks import chunk_edges, elements, remainder
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.program import StageMesh
 from hetjax.passes.reshard_plan import (
@@ -204,7 +204,7 @@ def test_pieces_are_priced_as_planned():
     for case in rng.sample(CASES, 6):
         cluster, source, target = meshes_of(case)
         plan = plan_reshard(cluster, source, case.source_spec, target, case.target_spec, case.shape, 4)
-        occupied, rest = price_pieces(cluster, plan.pieces, source, 4)
+        occupied, rest = price_pieces(cluster, plan.pieces, source.blocks(case.source_spec, case.shape), 4)
         assert max(occupied.values()) + rest == pytest.approx(plan.seconds, rel=0.01)
 
 
@@ -219,3 +219,24 @@ def test_chunks_tile_a_block():
             seen[tuple(map(slice, low, high))] += 1
         assert (seen[tuple(map(slice, start, stop))] == 1).all()
         assert seen.sum() == math.prod(b - a for a, b in zip(start, stop))
+
+
+def test_what_blocks_leave_of_another():
+    rng = random.Random(2)
+    for _ in range(200):
+        dims = rng.randint(0, 3)
+
+        def block(dims=dims):
+            start = tuple(rng.randint(0, 3) for _ in range(dims))
+            return start, tuple(a + rng.randint(0, 4) for a in start)
+
+        whole, held = block(), [block() for _ in range(rng.randint(0, 4))]
+        seen = np.zeros((8,) * dims, int)
+        seen[(*map(slice, *whole), ...)] = 1
+        for b in held:
+            seen[(*map(slice, *b), ...)] = 0
+        left = remainder(whole, held)
+        assert all(elements(b) for b in left)
+        for b in left:
+            seen[(*map(slice, *b), ...)] -= 1
+        assert not seen.any()
