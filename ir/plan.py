@@ -47,6 +47,9 @@ class StagePlan:
       first: where it starts; None for the first stage.
       blocks: module paths in it, for people.
       predicted_s: forward and backward of one microbatch, or None.
+      peak_bytes: the most that one of its devices holds, or None.
+      sent_bytes: what one microbatch sends to the next stage or gets back as gradient, the larger
+        of the two, or None.
     """
 
     devices: tuple[int, ...]
@@ -56,6 +59,8 @@ class StagePlan:
     first: Cut | None = None
     blocks: tuple[str, ...] = ()
     predicted_s: float | None = None
+    peak_bytes: int | None = None
+    sent_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -178,6 +178,8 @@ _STAGE: dict[str, _Read] = {
     "first": _optional(_record(Cut, _CUT)),
     "blocks": _many(_text),
     "predicted_s": _optional(_seconds),
+    "peak_bytes": _optional(_whole),
+    "sent_bytes": _optional(_whole),
 }
 _PLAN: dict[str, _Read] = {
     "name": _text,

@@ -11,6 +11,7 @@ from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Graph, users
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.plan import Cut
+from hetjax.ir.suggest import nearest
 from hetjax.passes.placement import FORWARD, classify
 
 # More candidates than this cost time and decide nothing; the ones with the fewest bytes are kept.
@@ -113,7 +114,8 @@ def find_cuts(graph: Graph, micro: Microbatching, cuts: Sequence[Cut]) -> list[i
     """Returns the positions in `Graph.ops` that cuts by module path stand for.
 
     Raises:
-      PlanError: a cut names a module or an offset that the forward does not have; all of them.
+      PlanError: a cut names a module or an offset that the forward does not have; all of them, each
+        by its key in the plan, with the nearest module.
     """
     kinds = classify(graph, micro)
     where: dict[tuple[str, int], int] = {}
@@ -123,16 +125,21 @@ def find_cuts(graph: Graph, micro: Microbatching, cuts: Sequence[Cut]) -> list[i
         if kinds[i] == FORWARD and (op.region != "update" or not wanted_region):
             where[op.block, counts.setdefault(op.block, 0)] = i
             counts[op.block] += 1
-    lost = [c for c in cuts if (c.block, c.offset) not in where]
+    lost = []
+    for s, c in enumerate(cuts, 1):
+        if c.block not in counts:
+            lost.append(
+                f"stages[{s}].first.block: this step has no module {c.block!r}"
+                f"{nearest(c.block, counts)}"
+            )
+        elif (c.block, c.offset) not in where:
+            lost.append(
+                f"stages[{s}].first.offset: module {c.block!r} has forward ops 0 … "
+                f"{counts[c.block] - 1}, and the plan cuts before op {c.offset}"
+            )
     if lost:
         names = ", ".join(sorted(b for b in counts if b)[:12])
-        raise PlanError(
-            "\n".join(
-                f"the plan cuts before op {c.offset} of module {c.block!r}, which this step does not have"
-                for c in lost
-            )
-            + f"\nits modules are: {names}"
-        )
+        raise PlanError("\n".join(lost) + f"\nthe step's modules are: {names}; plan again for it")
     return [where[c.block, c.offset] for c in cuts]
 
 

@@ -185,12 +185,10 @@ def plan_stages(
         first = cuts[s - 1].cut if 0 < s <= len(cuts) else None
         if s and first is None:
             break
-        flops = _stage_flops(candidates.total_flops, cuts, s)
         stages.append(
             StagePlan(
                 devices=tuple(devices), site=device.site, kind=device.kind, axes=axes, first=first,
                 blocks=_blocks(graph, cuts, s),
-                predicted_s=3 * flops / speeds[s],
             )
         )
     reason = f"{micro.num_microbatches} asked for or chosen, proved exact"
@@ -215,11 +213,6 @@ def _axes(request: Request, s: int, size: int, per_microbatch: int) -> tuple[tup
         data = math.gcd(size, per_microbatch) if per_microbatch else 1
         model = size // data
     return (("data", data), ("model", model))
-
-
-def _stage_flops(total: int, cuts: Sequence[Candidate], s: int) -> int:
-    edges = [0, *(c.flops_before for c in cuts), total]
-    return edges[s + 1] - edges[s]
 
 
 def _blocks(graph: Graph, cuts: Sequence[Candidate], s: int) -> tuple[str, ...]:

@@ -52,8 +52,10 @@ PASSES: dict[str, str] = {
     "shard-stages": "hetjax.passes.shard_stages:ShardStages",
     "insert-reshards": "hetjax.passes.insert_reshards:InsertReshards",
     "optimise-reshards": "hetjax.passes.optimise_reshards:OptimiseReshards",
+    "price-stages": "hetjax.passes.price_plan:PriceStages",
     "schedule": "hetjax.passes.schedule_tasks:Schedule",
     "plan-donation": "hetjax.passes.plan_donation:PlanDonation",
+    "price-step": "hetjax.passes.price_plan:PriceStep",
     "verify": "hetjax.passes.verify:Verify",
 }
 
@@ -61,7 +63,8 @@ PASSES: dict[str, str] = {
 ALIASES: dict[str, str] = {
     "default": (
         "inline-calls,label-regions,label-blocks,annotate-costs,prove-microbatching,plan-stages,cut-stages,"
-        "split-backward,shard-stages,insert-reshards,optimise-reshards,schedule,plan-donation,verify"
+        "split-backward,shard-stages,insert-reshards,optimise-reshards,price-stages,schedule,plan-donation,"
+        "price-step,verify"
     ),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.dtypes import dtype_itemsize
 from hetjax.ir.errors import PlanError
-from hetjax.ir.plan import Plan
+from hetjax.ir.plan import Plan, StagePlan
 from hetjax.ir.program import Program, Reshard
 from hetjax.passes.reshard_plan import price_pieces
 from hetjax.passes.schedules import schedule
@@ -53,7 +53,7 @@ def simulate_plan(
     """Returns the timeline of a plan by its own predicted stage times, its costs, and their sources.
 
     With a program, what crosses is priced by its bytes and the step's own task lists are run; without
-    one, only the latency of the links counts, and the lists are made by the plan's schedule.
+    one, the plan says how many bytes its stages send, and its schedule makes the lists.
 
     Args:
       plan: every stage with a predicted time.
@@ -76,16 +76,29 @@ def simulate_plan(
         costs = pipeline_costs(program, cluster, work_s)
         sources += [("links", "given"), ("bytes between stages", "analytic"), ("task lists", "the program's own")]
         return simulate_program(program, cluster, work_s), costs, tuple(sources)
-    ends = list(itertools.pairwise(plan.stages))
+    crossings = [_crossing(cluster, a, b) for a, b in itertools.pairwise(plan.stages)]
     costs = PipelineCosts(
         tuple(t / 3 for t in seconds), tuple(2 * t / 3 for t in seconds), plan.num_microbatches,
-        tuple(cluster.link(a.devices[-1], b.devices[0]).latency_s for a, b in ends))
+        tuple(latency_s for latency_s, _ in crossings),
+        tuple(serialisation_s for _, serialisation_s in crossings))
     lists = (
         warmup_lists(costs, plan.warmups) if plan.warmups else schedule(plan.schedule, costs))
+    sent = all(stage.sent_bytes is not None for stage in plan.stages[:-1])
     sources += [
         ("forward and backward", "a third and two thirds of the stage's time"), ("links", "given"),
-        ("bytes between stages", "not in a plan: latency only; a step.hj has them")]
+        ("bytes between stages", "analytic" if sent else "not in this plan: latency only; a step.hj has them"),
+        ("prologue and update", "not in a plan; a step.hj has them")]
     return simulate(lists, costs), costs, tuple(sources)
+
+
+def _crossing(cluster: Cluster, a: StagePlan, b: StagePlan) -> tuple[float, float]:
+    """Returns the latency and the seconds on the wire of what a stage sends to the next one."""
+    sender, receiver = a.devices[-1], b.devices[0]
+    link, nbytes = cluster.link(sender, receiver), float(a.sent_bytes or 0)
+    # Inside a node each device has a port of its own; a node's or a site's link is one for all.
+    if cluster.devices[sender].node == cluster.devices[receiver].node:
+        nbytes /= min(len(a.devices), len(b.devices))
+    return link.latency_s, link.serialise_s(nbytes) if nbytes else 0.0
 
 
 def _share_out(program: Program, seconds: Sequence[float]) -> dict[str, float]:

@@ -50,7 +50,8 @@ def plan_stages(plan: Plan) -> list[StageFacts]:
     """Returns what a plan alone tells."""
     return [
         StageFacts(
-            f"s{i}", s.site, s.kind, len(s.devices), s.axes, s.blocks, microbatch_s=s.predicted_s
+            f"s{i}", s.site, s.kind, len(s.devices), s.axes, s.blocks, peak_bytes=s.peak_bytes,
+            microbatch_s=s.predicted_s,
         )
         for i, s in enumerate(plan.stages)
     ]
@@ -137,6 +138,8 @@ def stage_table(stages: list[StageFacts]) -> str:
             lambda s: (
                 None
                 if s.peak_bytes is None
+                else _bytes(s.peak_bytes)
+                if s.memory_bytes is None
                 else f"{_bytes(s.peak_bytes)} of {_bytes(s.memory_bytes)}"
             ),
         ),

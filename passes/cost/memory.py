@@ -21,6 +21,8 @@ from hetjax.ir.program import Fragment, Port, Program, StageMesh
 from hetjax.passes.cost.traffic import memory_traffic
 
 _HALF = ("bf16", "f16")
+# XLA gathers gradients into all-reduces of at most this much before it adds them up (its default).
+_BUCKET_BYTES = 30 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +128,12 @@ def fragment_memory(program: Program, fragment: Fragment) -> FragmentMemory:
     kept = {p.ref for p in fragment.inputs} | leaving
     parts = {r: parts_of(a, mesh) for r, a in axes.items()}
     temporary = live_peak(fragment.ops, avals, kept, leaving, parts)
+    if mesh.axis_size("data") > 1:
+        sums = zip(given, fragment.outputs)
+        reduced = [n for n, p in sums if p.form == "sum" and "data" in axes.get(p.ref, ())]
+        bucket = min(sum(reduced), max([_BUCKET_BYTES, *reduced]))
+        # What goes into an all-reduce and what comes out of it are there at once.
+        temporary = max(temporary, 2 * bucket)
     return FragmentMemory(taken, sum(given), temporary)
 
 

@@ -105,10 +105,10 @@ def op_price(
     curve = efficiency or ASSUMED[kind.platform]
     memory_s = nbytes / (curve.memory_top * kind.memory_bandwidth_bytes_s)
     emulated = (dtype,) if kind.emulates(dtype) else ()
+    table = dict(kind.peak_flops)
     if not product:
-        arithmetic_s = flops / kind.peak("f32")
+        arithmetic_s = flops / (table.get("f32") or max(table.values()))
     else:
-        table = dict(kind.peak_flops)
         if dtype == "tf32" and "tf32" not in table:
             dtype = "f32"
         if dtype not in table and not kind.emulates(dtype) and not kind.supports(dtype):

@@ -72,6 +72,63 @@ def test_plan_file(files):
     assert facts["lower_bound_s"] == pytest.approx(facts["iteration_s"])
     assert facts["peak_in_flight"] == [6, 1]
     assert "latency only" in facts["sources"]["bytes between stages"]
+    assert facts["peak_bytes"] == [None, None] and facts["sources"]["memory"] == "not in this plan"
+
+
+def test_a_plan_file_bears_bytes(files):
+    plan = Plan.load(files / "plan.json")
+    stages = [dataclasses.replace(s, peak_bytes=10**9 + i) for i, s in enumerate(plan.stages)]
+    stages[0] = dataclasses.replace(stages[0], sent_bytes=4000)
+    plan.with_(stages=tuple(stages), sources=(("memory", "measured"),)).save(files / "plan.json")
+    facts = json.loads(run(files / "plan.json", "--cluster", files / "cluster.toml", "--json").stdout)
+    assert facts["peak_bytes"] == [10**9, 10**9 + 1] and facts["sources"]["memory"] == "measured"
+    # 4000 bytes at 100 kB/s take 0.04 s, longer than a stage's 0.03 s: the link is what counts.
+    assert facts["iteration_s"] == pytest.approx(0.01 + 12 * 0.04 + 0.03 + 0.04 + 0.02 + 0.12)
+    assert "peak memory          1, 1 GB" in run(files / "plan.json", "--cluster", files / "cluster.toml").stdout
+
+
+STEP = """
+import jax, optax
+from tests.support import make_linen
+
+def build():
+    step, state, batch = make_linen(tx=optax.sgd(0.1))
+    return step, state, [batch], {}
+"""
+NAMES = {"iteration_s", "lower_bound_s", "peak_bytes", "bubble", "exposed_comm_s", "sources"}
+
+
+def test_a_step_is_traced_planned_and_simulated_and_its_plan_bears_the_numbers(files, monkeypatch):
+    (files / "step.py").write_text(STEP)
+    target, words = f"{files / 'step.py'}:build", ["--microbatches", 4, "--cluster", files / "cluster.toml"]
+    facts = json.loads(run(target, *words, "--json").stdout)
+    assert set(facts) >= NAMES and facts["stages"] == 2 and facts["microbatches"] == 4
+    assert 0 < facts["lower_bound_s"] <= facts["iteration_s"] and all(n > 0 for n in facts["peak_bytes"])
+    from hetjax.cli.explain import complete_bundle
+
+    bundle = complete_bundle(target, str(files / "cluster.toml"), None, {"microbatches": 4})
+    plan = bundle.plan
+    assert [s.peak_bytes for s in plan.stages] == facts["peak_bytes"]
+    assert plan.predicted_s == pytest.approx(facts["iteration_s"])
+    assert dict(plan.sources)["memory"] == dict(plan.sources)["stage times"] == "analytic"
+    # From the plan's file alone: no task lists, no optimizer, yet the same link and the same stages.
+    plan.save(files / "made.json")
+    alone = json.loads(run(files / "made.json", "--cluster", files / "cluster.toml", "--json").stdout)
+    assert set(alone) >= NAMES and alone["peak_bytes"] == facts["peak_bytes"]
+    assert alone["iteration_s"] == pytest.approx(facts["iteration_s"], rel=0.1)
+    # The saved plan lowers to the same program again, and stays as it is.
+    again = complete_bundle(target, str(files / "cluster.toml"), str(files / "made.json"), {})
+    assert again.plan == plan and again.program.tasks == bundle.program.tasks
+
+
+def test_a_plan_that_cuts_where_no_module_is_names_key_and_nearest(files):
+    (files / "step.py").write_text(STEP)
+    plan = Plan.load(files / "plan.json").with_(batch_size=8, num_microbatches=4)
+    second = dataclasses.replace(plan.stages[1], first=Cut("Model/block_l"))
+    plan.with_(stages=(plan.stages[0], second)).save(files / "plan.json")
+    words = [f"{files / 'step.py'}:build", "--plan", files / "plan.json", "--cluster", files / "cluster.toml"]
+    said = json.loads(run(*words, "--json").stdout)["error"]
+    assert "stages[1].first.block: this step has no module 'Model/block_l'; did you mean 'Model/block_" in said
 
 
 def test_bundle_runs_its_own_lists_with_its_own_bytes(files):

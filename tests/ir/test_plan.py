@@ -50,7 +50,7 @@ def tuples(items):
 
 stages = st.builds(
     StagePlan, tuples(counts), texts, texts, tuples(st.tuples(texts, counts)),
-    st.none() | st.builds(Cut, texts, counts), tuples(texts), seconds,
+    st.none() | st.builds(Cut, texts, counts), tuples(texts), seconds, st.none() | counts, st.none() | counts,
 )  # fmt: skip
 plans = st.builds(
     Plan, name=texts, cluster=texts, cluster_hash=texts, num_microbatches=counts, batch_size=counts, schedule=texts,

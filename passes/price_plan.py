@@ -1,0 +1,113 @@
+"""price-stages and price-step: what a plan should take and hold, written into it.
+
+Numbers that a plan already bears stay, so that a plan read from a file lowers to the program it was
+made with: `schedule` goes by the stages' times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.cluster import Cluster
+from hetjax.ir.errors import PassError, PlanError
+from hetjax.ir.plan import Plan
+from hetjax.ir.program import Program
+from hetjax.passes.cost.estimate import estimate_program
+from hetjax.passes.cost.program_price import fragment_price
+
+
+@dataclasses.dataclass(frozen=True)
+class PriceStages:
+    """Gives every stage of the plan its seconds and the bytes it sends, where they are not known.
+
+    It runs before `schedule`, which hides links behind these seconds.
+    """
+
+    name: ClassVar[str] = "price-stages"
+    summary: ClassVar[str] = "write each stage's seconds and sent bytes into the plan"
+    requires: ClassVar[tuple[str, ...]] = ("plan", "cluster", "program")
+
+    def apply(self, bundle: Bundle) -> Bundle:
+        plan, cluster, program = bundle.plan, bundle.cluster, bundle.program
+        if plan is None or cluster is None or program is None:
+            raise PassError(self.name, "needs a plan, a cluster and a program")
+        sent = _sent_bytes(program)
+        priced = [
+            dataclasses.replace(s, sent_bytes=n if s.sent_bytes is None else s.sent_bytes)
+            for s, n in zip(plan.stages, sent)
+        ]
+        sources = plan.sources
+        if any(s.predicted_s is None for s in plan.stages):
+            try:
+                seconds = _stage_seconds(program, cluster)
+            except PlanError as error:
+                return bundle.note("price", f"the stages are not priced: {error}")
+            priced = [
+                dataclasses.replace(s, predicted_s=t if s.predicted_s is None else s.predicted_s)
+                for s, t in zip(priced, seconds)
+            ]
+            sources = _with_source(sources, "stage times", "analytic")
+        return _replaced(bundle, plan.with_(stages=tuple(priced), sources=sources))
+
+
+@dataclasses.dataclass(frozen=True)
+class PriceStep:
+    """Gives the plan the seconds of its step and every stage its peak bytes, where they are not known."""
+
+    name: ClassVar[str] = "price-step"
+    summary: ClassVar[str] = "write the step's seconds and each stage's peak bytes into the plan"
+    requires: ClassVar[tuple[str, ...]] = ("plan", "cluster", "program.tasks")
+
+    def apply(self, bundle: Bundle) -> Bundle:
+        plan = bundle.plan
+        if plan is None:
+            raise PassError(self.name, "needs a plan")
+        if plan.predicted_s is not None and all(s.peak_bytes is not None for s in plan.stages):
+            return bundle
+        try:
+            found = estimate_program(bundle)
+        except PlanError as error:
+            return bundle.note("price", f"the step is not priced: {error}")
+        sources, predicted_s = plan.sources, plan.predicted_s
+        if predicted_s is None:
+            predicted_s = found.iteration_s
+            sources = _with_source(sources, "step time", "analytic")
+        stages = tuple(
+            dataclasses.replace(s, peak_bytes=n) if s.peak_bytes is None else s
+            for s, n in zip(plan.stages, found.peak_bytes)
+        )
+        if stages != plan.stages:
+            sources = _with_source(sources, "memory", "analytic")
+        changed = plan.with_(stages=stages, predicted_s=predicted_s, sources=sources)
+        return _replaced(bundle, changed)
+
+
+def _stage_seconds(program: Program, cluster: Cluster) -> list[float]:
+    seconds = [0.0] * len(program.meshes)
+    for f in program.fragments:
+        if f.per_microbatch:
+            seconds[f.stage] += fragment_price(program, f, cluster).seconds
+    return seconds
+
+
+def _sent_bytes(program: Program) -> list[int]:
+    """Returns, per stage, the bytes of one microbatch to the next stage, or back, whichever is more."""
+    ways = [[0, 0] for _ in program.meshes]
+    for r in program.reshards:
+        if r.form in ("micro", "concat"):
+            for b in range(min(r.source, r.target), max(r.source, r.target)):
+                ways[b][r.source > r.target] += r.nbytes
+    return [max(way) for way in ways]
+
+
+def _with_source(
+    sources: tuple[tuple[str, str], ...], what: str, source: str
+) -> tuple[tuple[str, str], ...]:
+    """Returns the sources with one more, unless it is there."""
+    return sources if what in dict(sources) else (*sources, (what, source))
+
+
+def _replaced(bundle: Bundle, plan: Plan) -> Bundle:
+    return bundle if plan == bundle.plan else bundle.replace(plan=plan)
