@@ -50,7 +50,7 @@ class Runs:
         figures |= {"spread": float(spread), "last_loss": float(losses[-max(steps // 20, 1) :].mean()),
                     "run_s": time.monotonic() - start}
         self.known[key] = figures
-        print(*key, {k: round(v, 4) for k, v in figures.items()}, file=sys.stderr, flush=True)
+        print(*key, {k: float(f'{v:.4g}') for k, v in figures.items()}, file=sys.stderr, flush=True)
         if self.path:
             with self.path.open("a") as file:
                 file.write(json.dumps({"key": key, "figures": figures}) + "\n")

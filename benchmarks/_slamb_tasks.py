@@ -221,3 +221,98 @@ def masked_lm(batch=512, length=16, width=32, heads=4, hidden=128) -> Task:
         return {"held_out_nat": loss(params, draw(held_out, jax.random.key(99), 8192))}
 
     return Task("masked language model", init, loss, train, draw, measure, batch)
+
+
+# ---- problems whose workers disagree, with a known optimum -------------------------------------
+
+
+def quadratic(workers=8, shape=(100, 200), spread=1.0, noise=0.3) -> Task:
+    """Each worker its own curvature and its own optimum; the best for all is known in closed form.
+
+    Worker i has f_i(w) = mean a_i (w - c_i)^2 / 2 with a_i from 0.1 to 10 (log-uniform) and
+    c_i = c + spread * normal; a gradient carries noise. A batch is the worker's number and a key.
+    """
+    keys = jax.random.split(jax.random.key(7), 3)
+    curvature = 10.0 ** jax.random.uniform(keys[0], (workers, *shape), minval=-1.0, maxval=1.0)
+    common = jax.random.normal(keys[1], shape)
+    centre = common + spread * jax.random.normal(keys[2], (workers, *shape))
+    best = jnp.sum(curvature * centre, 0) / jnp.sum(curvature, 0)
+
+    def init(key):
+        return {"w": jax.random.normal(key, shape)}
+
+    def loss(params, batch):
+        # The whole batch of one worker, or all workers' at once for arms that run as one.
+        who, noise_key = batch
+        def of(i, key):
+            a, c = curvature[i], centre[i]
+            pull = noise * jax.random.normal(key, shape)
+            return jnp.mean(0.5 * a * (params["w"] - c) ** 2 + pull * params["w"])
+        return jnp.mean(jax.vmap(of)(who, noise_key))
+
+    def draw(data, key, examples):
+        who = jnp.arange(workers)
+        return who, jax.vmap(lambda i: jax.random.fold_in(key, i))(who)
+
+    @jax.jit
+    def measure(params):
+        excess = jnp.mean(0.5 * curvature.mean(0) * (params["w"] - best) ** 2)
+        return {"excess": excess}
+
+    return Task(f"quadratic, spread {spread:g}", init, loss, jnp.zeros([]), draw, measure, workers)
+
+
+def logistic(workers=8, features=256, classes=10, examples=512, batch=256, skew=0.3) -> Task:
+    """Multinomial logistic regression on workers with different labels: Dirichlet shares of classes.
+
+    The optimum of the mean of the workers' regularised losses is found to 1e-10 by L-BFGS.
+    """
+    rng = np.random.default_rng(11)
+    teacher = rng.normal(size=(features, classes)) / features**0.5 * 3
+    share = rng.dirichlet(np.full(classes, skew), size=workers)
+    x = rng.normal(size=(workers * examples * 12, features)).astype(np.float32)
+    y = (x @ teacher + rng.gumbel(size=(len(x), classes))).argmax(1)
+    pools = [list(np.flatnonzero(y == c)) for c in range(classes)]
+    chosen = [[pools[c].pop() for c in rng.choice(classes, size=examples, p=share[i])]
+              for i in range(workers)]
+    x, y = jnp.array(x[np.array(chosen)]), jnp.array(y[np.array(chosen)], jnp.int32)
+    decay = 1e-3
+
+    def init(key):
+        return {"w": 0.1 * jax.random.normal(key, (features, classes))}
+
+    def loss(params, sample):
+        logits = sample[0] @ params["w"]
+        return (optax.softmax_cross_entropy_with_integer_labels(logits, sample[1]).mean()
+                + decay * jnp.sum(params["w"] ** 2))
+
+    def whole(params):
+        return jnp.mean(jax.vmap(lambda a, b: loss(params, (a, b)))(x, y))
+
+    solver = optax.lbfgs()
+    @jax.jit
+    def solve(params):
+        value_and_grad = optax.value_and_grad_from_state(whole)
+        def body(carry, _):
+            params, state = carry
+            value, grads = value_and_grad(params, state=state)
+            updates, state = solver.update(
+                grads, state, params, value=value, grad=grads, value_fn=whole)
+            return (optax.apply_updates(params, updates), state), value
+        (params, _), _ = jax.lax.scan(body, (params, solver.init(params)), length=200)
+        return whole(params)
+
+    best = solve({"w": jnp.zeros((features, classes))})
+
+    def draw(data, key, count):
+        per = count // workers
+        index = jax.vmap(lambda k: jax.random.permutation(k, examples)[:per])(
+            jax.random.split(key, workers))
+        pick = jax.vmap(lambda a, i: a[i])
+        return pick(data[0], index).reshape(count, features), pick(data[1], index).reshape(count)
+
+    @jax.jit
+    def measure(params):
+        return {"excess": whole(params) - best}
+
+    return Task(f"logistic, skew {skew:g}", init, loss, (x, y), draw, measure, batch)

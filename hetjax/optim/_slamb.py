@@ -24,13 +24,14 @@ class ScaleBySlambState(NamedTuple):
 
     Attributes:
       count: int32 `[]`, steps taken; a skipped step does not count. Equal on all workers.
-      mu: first moment, float32, shaped like the parameters. Right after a step it is equal on all
-        workers at the coordinates sent in that step, and the worker's own elsewhere.
-      nu: second moment, float32, shaped like the parameters. Local (with `sync_nu`: as `mu`).
+      mu: first moment, float32, shaped like the parameters. With ``compensation="held"`` the worker's
+        own; with ``"local"``, right after a step, equal on all workers at the coordinates sent in it.
+      nu: second moment, float32, shaped like the parameters. The worker's own; right after a step, equal
+        on all workers at the coordinates of it that were sent (`nu_ratio`).
       skipped: int32 `[]`, steps skipped because a gradient was not finite on some worker.
       sync_due: bool `[]`, whether parameters are to be averaged after the latest step.
-      drift: None, or with `drift_correction` what a worker's own first moment lacked of the mean
-        when each coordinate was last sent; float32, shaped like the parameters.
+      held: None, or with ``compensation="held"`` the mean first moment each coordinate had when it was
+        last sent; float32, shaped like the parameters, equal on all workers.
     """
 
     count: jax.Array
@@ -38,7 +39,7 @@ class ScaleBySlambState(NamedTuple):
     nu: optax.Updates
     skipped: jax.Array
     sync_due: jax.Array
-    drift: optax.Updates | None
+    held: optax.Updates | None
 
 
 def scale_by_slamb(
@@ -58,18 +59,16 @@ def scale_by_slamb(
     seed: int = 44,
     comm_dtype: jax.typing.DTypeLike | None = None,
     finite_vote: bool = True,
-    sync_nu: bool = False,
-    drift_correction: bool = False,
+    compensation: str = "local",
+    nu_ratio: float = 0.0,
     bound_direction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales gradients by SLAMB, exchanging a fraction of the first moment.
 
-    Each worker updates both moments with its own gradient. One all-reduce then replaces a shared
-    :math:`1/C` of the coordinates of the first moment by their mean over workers,
-    :math:`C = \lfloor 1/k \rfloor`; which ones follows from the step count, so no indices travel.
-    The rest of the moment is kept and applied locally (the local error compensation). Trust ratios
-    are taken per leaf over sent and unsent coordinates and mixed by freshness
-    :math:`r = b_3^{age}`. See `slamb` for the arguments, the contract and an example.
+    Each worker updates both moments with its own gradient. One all-reduce then takes the mean over
+    workers of a shared :math:`1/C` of their coordinates, :math:`C = \lfloor 1/k \rfloor`; which ones
+    follows from the step count, so no indices travel. See `slamb` for what moves the rest, for the
+    arguments, the contract and an example.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`; its updates point uphill,
@@ -77,7 +76,10 @@ def scale_by_slamb(
     """
     ratios = _stages("compress_ratio", compress_ratio)
     periods = _stages("sync_every", sync_every)
-    _check_static(ratios, periods, min_size, seed)
+    is_held = compensation == "held"
+    _check_static(
+        ratios, periods, compensation, min_size=min_size, seed=seed, finite_vote=finite_vote,
+        nu_ratio=nu_ratio, bound_direction=bound_direction)
     all_chunks = [int(1.0 / ratio + 1e-9) for _, ratio in ratios]  # as published: 0.3 gives 3
 
     def init_fn(params: optax.Params) -> Any:
@@ -89,7 +91,7 @@ def scale_by_slamb(
         return ScaleBySlambState(
             count=jnp.zeros([], jnp.int32), mu=zeros(), nu=zeros(),
             skipped=jnp.zeros([], jnp.int32), sync_due=jnp.zeros([], bool),
-            drift=zeros() if drift_correction else None)
+            held=zeros() if is_held else None)
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         del extra_args
@@ -110,8 +112,7 @@ def scale_by_slamb(
         decays = flat(_decay_mask(weight_decay_mask, params))
         weights = [w.astype(g.dtype) for w, g in zip(flat(params), grads)]
         old_mu, old_nu = flat(state.mu), flat(state.nu)
-        old_drift: list[Any] = (
-            [None] * len(grads) if state.drift is None else flat(state.drift))
+        old_held: list[Any] = [None] * len(grads) if state.held is None else flat(state.held)
 
         mu = [b1 * m + (1 - b1) * g for m, g in zip(old_mu, grads)]  # (1), local
         nu = [b2 * v + (1 - b2) * g * g for v, g in zip(old_nu, grads)]  # (2), local
@@ -120,15 +121,19 @@ def scale_by_slamb(
             bad = ~_all_finite(grads)
         num_workers = 1 if axis_name is None else jax.lax.axis_size(axis_name)
 
+        nu_plans = [
+            _LeafPlan(g.shape, [int(1 / nu_ratio + 1e-9) if _is_large(g, min_size) else 1], [0], s)
+            for g, s in zip(grads, leaf_seeds)] if nu_ratio else []
+
         def apply_stage(stage: int):
-            """Returns (updates, mu, nu, drift, ok) with the compress ratio of one stage."""
+            """Returns (updates, mu, nu, held, ok) with the compress ratio of one stage."""
             plans = [
                 _LeafPlan(g.shape, all_chunks[: stage + 1] if _is_large(g, min_size) else [1],
                           [first for first, _ in ratios[: stage + 1]], leaf_seed)
                 for g, leaf_seed in zip(grads, leaf_seeds)]
             # (3): the sent part of every leaf and the vote, in one vector and one all-reduce.
             sent = [plan.take(m, step) for plan, m in zip(plans, mu)]
-            sent_nu = [plan.take(v, step) for plan, v in zip(plans, nu)] if sync_nu else []
+            sent_nu = [plan.take(v, step) for plan, v in zip(nu_plans, nu)]
             means, any_bad = _mean_over_workers(
                 sent + sent_nu, bad if finite_vote else None, axis_name, comm_dtype)
             ok = None
@@ -138,16 +143,14 @@ def scale_by_slamb(
                 ok = ~any_bad & _all_finite(means)
             out = []
             for i, plan in enumerate(plans):
-                mask, age = _placed_like(plan.mask_and_age(step), mu[i])
-                m = jnp.where(mask, _placed_like(plan.spread(means[i]), mu[i]), mu[i])  # (4)
-                v = nu[i]
-                if sync_nu:
-                    mean_v = plan.spread(means[len(plans) + i])
-                    v = jnp.where(mask, _placed_like(mean_v, v), v)
-                drift, direction = old_drift[i], m
-                if drift is not None:
-                    drift = jnp.where(mask, m - mu[i], drift)
-                    direction = jnp.where(mask, m, m + drift)
+                v, held = nu[i], old_held[i]
+                if nu_plans:
+                    v = nu_plans[i].receive(v, means[len(plans) + i], step)
+                if held is None:
+                    m = direction = plan.receive(mu[i], means[i], step)  # (4)
+                else:
+                    m = mu[i]
+                    held = direction = plan.receive(held, means[i], step)  # (4')
                 taken = step.astype(m.dtype)
                 unit = (direction / (1 - b1**taken)) / (jnp.sqrt(v / (1 - b2**taken)) + eps)  # (5)
                 if bound_direction:
@@ -156,22 +159,23 @@ def scale_by_slamb(
                 if decays[i]:
                     unit = unit + weight_decay * weights[i]  # inside the norms, as in LAMB
                 scaled = _rescale(
-                    unit, weights[i], mask, age, b3, num_workers, min_ratio, max_ratio)
+                    unit, weights[i], plan, step, None if is_held else b3, num_workers, min_ratio,
+                    max_ratio)
                 if ok is not None:
                     scaled = jnp.where(ok, scaled, jnp.zeros_like(scaled))
                     m, v = jnp.where(ok, m, old_mu[i]), jnp.where(ok, v, old_nu[i])
-                    drift = None if drift is None else jnp.where(ok, drift, old_drift[i])
-                out.append((scaled.astype(paths[i][1].dtype), m, v, drift))
+                    held = None if held is None else jnp.where(ok, held, old_held[i])
+                out.append((scaled.astype(paths[i][1].dtype), m, v, held))
             by_kind = _as_varying([list(kind) for kind in zip(*out)], axis_name)
             return *by_kind, jnp.array(True) if ok is None else ok
 
         if len(ratios) == 1:
-            new_updates, mu, nu, drift, ok = apply_stage(0)
+            new_updates, mu, nu, held, ok = apply_stage(0)
         else:
             # The stage depends on the count alone, so all workers take the same branch, and only
             # that branch's all-reduce runs.
             later = jnp.array([first for first, _ in ratios[1:]], jnp.int32)
-            new_updates, mu, nu, drift, ok = jax.lax.switch(
+            new_updates, mu, nu, held, ok = jax.lax.switch(
                 jnp.sum(state.count >= later),
                 [functools.partial(apply_stage, stage) for stage in range(len(ratios))])
         tree = treedef.unflatten
@@ -179,7 +183,7 @@ def scale_by_slamb(
             count=jnp.where(ok, step, state.count), mu=tree(mu), nu=tree(nu),
             skipped=jnp.where(ok, state.skipped, optax.safe_increment(state.skipped)),
             sync_due=ok & _is_due(step, periods),
-            drift=None if state.drift is None else tree(drift))
+            held=None if state.held is None else tree(held))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -202,15 +206,15 @@ def slamb(
     seed: int = 44,
     comm_dtype: jax.typing.DTypeLike | None = None,
     finite_vote: bool = True,
-    sync_nu: bool = False,
-    drift_correction: bool = False,
+    compensation: str = "local",
+    nu_ratio: float = 0.0,
     bound_direction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""The SLAMB optimizer: LAMB that sends about a tenth of the bytes.
 
     With :math:`S_t` the shared set of coordinates sent at step :math:`t`, :math:`N` workers,
     :math:`\overline{x}` the mean over workers and :math:`a` the steps since a coordinate was last
-    sent, worker :math:`i` computes
+    sent, worker :math:`i` computes, as published (``compensation="local"``),
 
     .. math::
 
@@ -223,9 +227,22 @@ def slamb(
         w &\leftarrow w - \eta (r + (1-r)/\sqrt{N}) \, \phi \, u
       \end{align*}
 
-    Parameters, `mu` and `nu` therefore differ by worker. Every `sync_every` steps the parameters
-    must be averaged, which an additive update cannot do exactly: call `slamb_average` after
-    `apply_updates`, or train through `hetjax.data_parallel_step`.
+    so that what is not sent moves the worker alone. With ``compensation="held"``, which is ours, it
+    moves all workers alike, by the mean it had when it was last sent, while each worker's own moment
+    accumulates untouched until its turn:
+
+    .. math::
+
+      h_{S_t} \leftarrow \overline{m_{S_t}}, \quad
+      u = \hat h / (\sqrt{\hat v} + \epsilon) + \lambda w, \quad
+      w \leftarrow w - \eta \, \mathrm{clip}(\|w\|/\|u\|) \, u
+
+    There is then no pull of workers to their own optima where their data disagree (give `nu_ratio` as
+    well), for a moment that is late by (C - 1) / 2 steps in the mean and a lower largest learning rate.
+
+    Parameters and moments differ by worker. Every `sync_every` steps the parameters must be averaged,
+    which an additive update cannot do exactly: call `slamb_average` after `apply_updates`, or train
+    through `hetjax.data_parallel_step`.
 
     On several workers call it where `axis_name` is bound (``jax.shard_map``, ``jax.vmap``) with each
     worker's own gradient, not averaged. Under ``shard_map`` the gradient of a replicated parameter
@@ -242,7 +259,7 @@ def slamb(
         down. Or stages ``((0, 0.5), (200, 0.1))``: from step 200 on, 0.1. Static.
       b1: decay of the first moment.
       b2: decay of the second moment.
-      b3: decay of freshness by age; 1 switches the mix of trust ratios and step sizes off.
+      b3: decay of freshness by age, ``"local"`` only; 1 switches both mixes off.
       eps: added to the root of the second moment.
       weight_decay: strength :math:`\lambda` of weight decay.
       weight_decay_mask: tree of bools like the parameters, or a function from parameters to it;
@@ -257,14 +274,14 @@ def slamb(
       comm_dtype: dtype of the exchanged vector; None for that of the moments (float32).
       finite_vote: whether to vote on finite gradients; the vote is one more element of the exchanged
         vector. Without it a NaN on one worker is on all workers within the step. Static.
-      sync_nu: also exchange the second moment at the sent coordinates, for twice the bytes. Not in
-        the published form. Static.
+      compensation: what moves coordinates that are not sent: ``"local"``, the worker's own moment, as
+        published, or ``"held"``, the mean last sent. Static.
+      nu_ratio: fraction of the second moment of large leaves exchanged each step, on a cycle of its
+        own; 0 for never, as published. Static.
       bound_direction: hold the direction within what any one sequence of gradients can give,
         :math:`(1-b_1)/\sqrt{(1-b_2)(1-b_1^2/b_2)}` (Cauchy-Schwarz; 7.3 with the defaults). LAMB never
-        reaches it; here a mean moment over a local second moment near zero (a token or unit that only
-        other workers saw) does, and then fills the norm of its leaf. Not in the published form. Static.
-      drift_correction: apply, at unsent coordinates, the local first moment plus what it lacked of
-        the mean when last sent. No bytes, one more tree of state. Not in the published form. Static.
+        reaches it. A mean moment over a local second moment near zero (a token or unit that only other
+        workers saw) does, and then fills the norm of its leaf. Published: no. Static.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`.
@@ -305,8 +322,8 @@ def slamb(
             axis_name, compress_ratio=compress_ratio, b1=b1, b2=b2, b3=b3, eps=eps,
             weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, min_ratio=min_ratio,
             max_ratio=max_ratio, min_size=min_size, sync_every=sync_every, seed=seed,
-            comm_dtype=comm_dtype, finite_vote=finite_vote, sync_nu=sync_nu,
-            drift_correction=drift_correction, bound_direction=bound_direction),
+            comm_dtype=comm_dtype, finite_vote=finite_vote, compensation=compensation,
+            nu_ratio=nu_ratio, bound_direction=bound_direction),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -397,65 +414,80 @@ class _LeafPlan:
         rows = -(-self.size // chunks)
         # The finalizer of MurmurHash3 (Appleby, public domain): well mixed, the same everywhere, and
         # computed where it is used, so that no table of d / C numbers sits in the program.
-        x = jax.lax.iota(jnp.uint32, rows) * jnp.uint32(0x9E3779B9) + jnp.asarray(self.leaf_seed, jnp.uint32)
+        x = jax.lax.iota(jnp.uint32, rows) * jnp.uint32(0x9E3779B9)
+        x = x + jnp.asarray(self.leaf_seed, jnp.uint32)
         x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
         x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
         offset = ((x ^ (x >> 16)) % jnp.uint32(chunks)).astype(jnp.int32)
-        return (step + offset) % chunks
+        # Held back from fusion, which would hash anew for each of the C coordinates of a row.
+        return jax.lax.optimization_barrier((step + offset) % chunks)
 
-    def _shaped(self, table: jax.Array) -> jax.Array:
+    def table(self, x: jax.Array) -> jax.Array:
+        """`[C, rows]`: the leaf by rows; free of copies where C divides its size."""
+        x = _placed_like(x, None).reshape(-1)
+        missing = self.rows * self.chunks[-1] - self.size
+        return (jnp.pad(x, (0, missing)) if missing else x).reshape(self.chunks[-1], self.rows)
+
+    def shaped(self, table: jax.Array) -> jax.Array:
+        """The inverse of `table`."""
         return table.reshape(-1)[: self.size].reshape(self.shape)
+
+    def _sent(self, step: jax.Array) -> jax.Array:
+        """`bool[C, rows]`"""
+        column = self._sent_column(self.chunks[-1], step)
+        return column == jax.lax.broadcasted_iota(jnp.int32, (self.chunks[-1], self.rows), 0)
 
     def take(self, x: jax.Array, step: jax.Array) -> jax.Array:
         """`[rows]`: the elements of a leaf that are sent at a step."""
-        chunks = self.chunks[-1]
-        x = _placed_like(x, None)
-        if chunks == 1:
-            return x.ravel()
-        table = jnp.pad(x.ravel(), (0, self.rows * chunks - self.size)).reshape(chunks, self.rows)
-        # One pass over the leaf in the order of memory; a gather would be slower.
-        column = self._sent_column(chunks, step)
-        sent = column == jax.lax.broadcasted_iota(jnp.int32, table.shape, 0)
-        return jnp.sum(jnp.where(sent, table, jnp.zeros_like(table)), axis=0)
-
-    def spread(self, sent: jax.Array) -> jax.Array:
-        """Shaped like the leaf: each element the value its row sent."""
-        return self._shaped(jnp.broadcast_to(sent, (self.chunks[-1], self.rows)))
-
-    def mask_and_age(self, step: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Shaped like the leaf: sent at this step, and steps since last sent (None: all are 0).
-
-        The age is min((t + o - c) mod C, t) with one ratio; over stages of several ratios, t less the
-        last step at which the layout of any stage sent the coordinate.
-        """
         if self.chunks[-1] == 1:
-            return jnp.ones(self.shape, bool), None
+            return _placed_like(x, None).ravel()
+        # A masked sum over the C rows of the table reads the same and takes forty times as long.
+        column = self._sent_column(self.chunks[-1], step)
+        return jnp.take_along_axis(self.table(x), column[None], axis=0)[0]
+
+    def receive(self, x: jax.Array, sent: jax.Array, step: jax.Array) -> jax.Array:
+        """The leaf with `sent` `[rows]` in the places it was taken from."""
+        if self.chunks[-1] == 1:
+            return _placed_like(sent.reshape(self.shape), x)
+        return _placed_like(
+            self.shaped(jnp.where(self._sent(step), sent, self.table(x))), x)
+
+    def ages(self, step: jax.Array) -> jax.Array:
+        """`int32[C, rows]`: steps since each coordinate was last sent, 0 for those sent now.
+
+        min((t + o - c) mod C, t) with one ratio; over stages of several ratios, t less the last step at
+        which the layout of any stage sent the coordinate.
+        """
         last = jnp.zeros((), jnp.int32)
         for i, (chunks, first) in enumerate(zip(self.chunks, self.firsts)):
-            end = step if i == len(self.chunks) - 1 else jnp.asarray(self.firsts[i + 1], jnp.int32)
+            now = i == len(self.chunks) - 1
+            end = step if now else jnp.asarray(self.firsts[i + 1], jnp.int32)
             column = self._sent_column(chunks, end)
-            row_of = jax.lax.broadcasted_iota(jnp.int32, (chunks, column.size), 0)
-            candidate = self._shaped(end - (column - row_of) % chunks)
+            behind = column - jax.lax.broadcasted_iota(jnp.int32, (chunks, column.size), 0)
+            candidate = end - jnp.where(behind < 0, behind + chunks, behind)
+            if not now:  # laid out by another stage's rows
+                candidate = self.table(self.shaped(candidate))
             last = jnp.where(candidate > first, candidate, last)
-        age = step - last
-        return age == 0, age
+        return step - last
 
 
-def _rescale(unit, weight, mask, age, b3, num_workers, min_ratio, max_ratio):
+def _rescale(unit, weight, plan, step, b3, num_workers, min_ratio, max_ratio):
     """Scales a leaf's direction by its trust ratios and step factor: (6), (7) and (8)."""
-    if unit.ndim <= 1:
-        return _trust_ratio(jnp.sum(weight**2), jnp.sum(unit**2)) * unit  # plain LAMB, no clamp
-    if age is None:  # sent whole: r = 1 everywhere
+    if plan.chunks[-1] == 1 or b3 is None:  # sent whole, or held: r = 1 everywhere
         ratio = _trust_ratio(jnp.sum(weight**2), jnp.sum(unit**2))
-        return jnp.clip(ratio, min_ratio, max_ratio) * unit
+        # Plain LAMB, without bounds, on what has one dimension.
+        return (ratio if unit.ndim <= 1 else jnp.clip(ratio, min_ratio, max_ratio)) * unit
+    weights, units, age = plan.table(weight), plan.table(unit), plan.ages(step)
     ratio_sent, ratio_unsent = (  # (6)
-        _trust_ratio(jnp.sum(jnp.where(part, weight**2, 0)), jnp.sum(jnp.where(part, unit**2, 0)))
-        for part in (mask, ~mask))
-    freshness = jnp.asarray(b3, unit.dtype) ** age.astype(unit.dtype)
-    ratio = freshness * ratio_sent + (1 - freshness) * ratio_unsent
-    ratio = jnp.clip(ratio, min_ratio, max_ratio)  # (7)
+        _trust_ratio(
+            jnp.sum(jnp.where(part, weights**2, 0)), jnp.sum(jnp.where(part, units**2, 0)))
+        for part in (age == 0, age != 0))
+    # b3^age; the exponential is vectorised where a power is not, and 0^0 is 1 here.
+    fresh = jnp.where(age == 0, 1.0, jnp.exp(age * jnp.log(jnp.asarray(b3, unit.dtype))))
+    ratio = jnp.clip(fresh * ratio_sent + (1 - fresh) * ratio_unsent, min_ratio, max_ratio)  # (7)
     # (8): from the step of the global batch to that of one worker's, by the square-root rule.
-    return (freshness + (1 - freshness) / num_workers**0.5) * ratio * unit
+    scaled = (fresh + (1 - fresh) / num_workers**0.5) * ratio * units
+    return _placed_like(plan.shaped(scaled), unit)
 
 
 def _trust_ratio(weight_sq: jax.Array, unit_sq: jax.Array) -> jax.Array:
@@ -473,7 +505,8 @@ def _mean_over_workers(parts, bad, axis_name, comm_dtype):
     if axis_name is None:
         return parts, bad
     flat = jnp.concatenate([x.ravel() for x in parts])
-    dtype = flat.dtype if comm_dtype is None else comm_dtype
+    alone = jax.lax.axis_size(axis_name) == 1  # then nothing travels and nothing is rounded
+    dtype = flat.dtype if comm_dtype is None or alone else comm_dtype
     flat = flat.astype(dtype)
     if bad is not None:
         # A sum of zeros is exact in any dtype, and a single one among any number of them is not lost.
@@ -576,8 +609,8 @@ def _stages(name: str, value) -> tuple[tuple[int, Any], ...]:
     if isinstance(value, jax.Array):
         raise ValueError(
             f"slamb: {name} sets shapes or program structure and must be a Python number or stages, "
-            f"got an array. Under optax.inject_hyperparams name it in static_args, together with "
-            "min_size, sync_every, seed, compress_ratio.")
+            f"got an array. Under optax.inject_hyperparams name in static_args: compress_ratio, "
+            "sync_every, min_size, seed, finite_vote, nu_ratio, bound_direction.")
     stages = ((0, value),) if isinstance(value, (int, float)) else tuple(map(tuple, value))
     firsts = [first for first, _ in stages]
     if not stages or firsts[0] != 0 or any(a >= b for a, b in itertools.pairwise(firsts)):
@@ -587,7 +620,7 @@ def _stages(name: str, value) -> tuple[tuple[int, Any], ...]:
     return stages
 
 
-def _check_static(ratios, periods, min_size, seed) -> None:
+def _check_static(ratios, periods, compensation, **others) -> None:
     problems = [
         f"compress_ratio must lie in (0, 1], got {ratio!r}"
         for _, ratio in ratios if not 0 < ratio <= 1]
@@ -595,9 +628,14 @@ def _check_static(ratios, periods, min_size, seed) -> None:
         f"sync_every must be a whole number of steps, 0 for never, got {every!r}"
         for _, every in periods if not isinstance(every, int) or every < 0]
     problems += [
-        f"{name} must be a Python int (name it in static_args of optax.inject_hyperparams), "
+        f"{name} must be a Python value (name it in static_args of optax.inject_hyperparams), "
         f"got {value!r}"
-        for name, value in (("min_size", min_size), ("seed", seed)) if not isinstance(value, int)]
+        for name, value in others.items() if isinstance(value, jax.Array)]
+    nu_ratio = others["nu_ratio"]
+    if not isinstance(nu_ratio, jax.Array) and not 0 <= nu_ratio <= 1:
+        problems.append(f"nu_ratio must lie in [0, 1], got {nu_ratio!r}")
+    if compensation not in ("held", "local"):
+        problems.append(f"compensation must be 'held' or 'local', got {compensation!r}")
     if problems:
         raise ValueError("slamb: " + "; ".join(problems) + ".")
 

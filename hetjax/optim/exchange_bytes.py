@@ -38,38 +38,43 @@ def slamb_bytes(
     *,
     compress_ratio: float = 0.1,
     min_size: int = 9000,
+    nu_ratio: float = 0.0,
     comm_itemsize_bytes: int = 4,
     finite_vote: bool = True,
-    sync_nu: bool = False,
 ) -> ExchangeBytes:
     """The bytes `hetjax.slamb` exchanges for parameters of these shapes.
 
-    itemsize * (moments * (sum over large leaves of ceil(n / C) + elements of all others) + vote), with
-    C = floor(1 / compress_ratio); a leaf is large if it has two dimensions or more and at least
-    `min_size` elements.
+    itemsize * (first moment + second moment + vote); of each moment the sum over large leaves of
+    ceil(n / C) and all elements of the others, with C = floor(1 / ratio) and its own ratio; a leaf is
+    large if it has two dimensions or more and at least `min_size` elements.
 
     Args:
       shapes: the shape of every parameter.
-      compress_ratio: fraction sent of large leaves, in (0, 1].
+      compress_ratio: fraction sent of the first moment of large leaves, in (0, 1].
       min_size: elements from which a leaf is large.
-      comm_itemsize_bytes: bytes of one element of `comm_dtype`; 4 for float32.
+      nu_ratio: fraction sent of the second moment of large leaves; 0: none of it, of any leaf.
+      comm_itemsize_bytes: bytes of one element of `comm_dtype`.
       finite_vote: whether the vote on finite gradients travels, as one element.
-      sync_nu: whether the second moment travels too.
 
     Returns:
       An `ExchangeBytes`. Averaging is counted in float32.
 
     Raises:
-      ValueError: a compress ratio outside (0, 1].
+      ValueError: a compress ratio outside (0, 1], or a ratio of the second moment outside [0, 1].
     """
     if not 0 < compress_ratio <= 1:
         raise ValueError(f"compress_ratio must lie in (0, 1], got {compress_ratio!r}")
-    chunks = int(1.0 / compress_ratio + 1e-9)
-    total = sent = 0
-    for shape in shapes:
-        size = math.prod(shape)
-        total += size
-        sent += -(-size // chunks) if len(shape) > 1 and size >= min_size else size
-    elements = sent * (2 if sync_nu else 1) + (1 if finite_vote else 0)
+    if not 0 <= nu_ratio <= 1:
+        raise ValueError(f"nu_ratio must lie in [0, 1], got {nu_ratio!r}")
+    shapes = list(shapes)
+    total = sum(map(math.prod, shapes))
+
+    def elements(ratio: float) -> int:
+        chunks = int(1.0 / ratio + 1e-9)
+        return sum(
+            -(-math.prod(s) // chunks) if len(s) > 1 and math.prod(s) >= min_size else math.prod(s)
+            for s in shapes)
+
+    sent = elements(compress_ratio) + (elements(nu_ratio) if nu_ratio else 0) + finite_vote
     return ExchangeBytes(
-        step_bytes=comm_itemsize_bytes * elements, average_bytes=4 * total, dense_bytes=4 * total)
+        step_bytes=comm_itemsize_bytes * sent, average_bytes=4 * total, dense_bytes=4 * total)

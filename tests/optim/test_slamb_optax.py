@@ -15,8 +15,8 @@ from hetjax import slamb, slamb_bytes
 from hetjax.optim import _slamb
 from hetjax.optim._slamb import ScaleBySlambState, scale_by_slamb
 
-STATIC = ("compress_ratio", "min_size", "sync_every", "seed", "finite_vote", "sync_nu",
-          "drift_correction", "bound_direction")
+STATIC = ("compress_ratio", "min_size", "sync_every", "seed", "finite_vote", "nu_ratio",
+          "bound_direction")
 
 
 def parabola(dtype=jnp.float32):
@@ -231,7 +231,10 @@ def test_decay_is_masked_by_tree_or_function_and_spares_vectors_by_default():
     (dict(sync_every=-1), "sync_every must be a whole number"),
     (dict(compress_ratio=((5, 0.5),)), "must start at step 0"),
     (dict(compress_ratio=((0, 0.5), (0, 0.1))), "must start at step 0 and ascend"),
-    (dict(seed=jnp.array(3)), "seed must be a Python int"),
+    (dict(seed=jnp.array(3)), "seed must be a Python value"),
+    (dict(finite_vote=jnp.array(True)), "finite_vote must be a Python value"),
+    (dict(nu_ratio=1.5), r"nu_ratio must lie in \[0, 1\], got 1.5"),
+    (dict(compensation="none"), "compensation must be 'held' or 'local', got 'none'"),
     (dict(compress_ratio=2.0, sync_every=-3), "2.0; sync_every"),
 ])
 def test_arguments_out_of_range_are_refused_together(kwargs, message):
@@ -269,6 +272,8 @@ def test_the_example_in_the_docstring_runs():
     assert result.failed == 0
 
 
-def test_the_byte_formula_refuses_a_ratio_out_of_range():
+def test_the_byte_formula_refuses_ratios_out_of_range():
     with pytest.raises(ValueError, match="compress_ratio"):
         slamb_bytes([(3, 4)], compress_ratio=0)
+    with pytest.raises(ValueError, match="nu_ratio"):
+        slamb_bytes([(3, 4)], nu_ratio=-1)

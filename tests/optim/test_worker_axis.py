@@ -208,7 +208,7 @@ def test_accumulates_and_injects_inside_the_mesh():
     tx = optax.MultiSteps(
         optax.inject_hyperparams(
             slamb, static_args=("axis_name", "compress_ratio", "min_size", "sync_every", "seed",
-                                "finite_vote", "sync_nu", "drift_correction", "bound_direction"))(
+                                "finite_vote", "nu_ratio", "bound_direction"))(
             learning_rate=0.02, axis_name="data", min_size=100, sync_every=2), every_k_schedule=4)
     state, step = new_state(tx), data_parallel_step(train_step, mesh_of(4))
     for t in range(1, 9):
