@@ -159,11 +159,14 @@ def unsent_dropped(ratio=0.1, decay=0.01, min_size=9000, **kw) -> Arm:
     def step(params, state, grads, learning_rate, phase):
         direction, new_state = tx.update(grads, state, params)
         paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
-        masks = treedef.unflatten([
-            _LeafPlan(
-                g.shape, [int(1 / ratio + 1e-9)] if g.ndim > 1 and g.size >= min_size else [1], [0],
-                zlib.crc32(f"44{jax.tree_util.keystr(path)}".encode()),
-            ).mask_and_age(new_state.count)[0] for path, g in paths])
+        def sent(path, g):
+            if g.ndim <= 1 or g.size < min_size:
+                return jnp.ones(g.shape, bool)
+            seed = zlib.crc32(f"44{jax.tree_util.keystr(path)}".encode())
+            plan = _LeafPlan(g.shape, [int(1 / ratio + 1e-9)], [0], seed)
+            return plan.shaped(plan.ages(new_state.count)) == 0
+
+        masks = treedef.unflatten([sent(path, g) for path, g in paths])
 
         def drop(tree):
             return jax.tree.map(lambda a, m: jnp.where(m, a, 0.0), tree, masks)

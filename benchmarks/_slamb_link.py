@@ -65,12 +65,13 @@ def link(rate_gbit: float):
 
 def measure(rate_gbit: float, steps: int, width: int, timeout_s: float) -> dict:
     """Step times of dense and sparse exchange over the link, as process 0 saw them."""
-    with link(rate_gbit) as names, tempfile.TemporaryDirectory() as folder:
+    with (link(rate_gbit) as names, tempfile.TemporaryDirectory() as folder,
+          contextlib.ExitStack() as logs):
         processes = []
         for rank, name in enumerate(names):
             env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(WORKER.parents[1]),
                    "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-            log = open(f"{folder}/{rank}", "w")
+            log = logs.enter_context(open(f"{folder}/{rank}", "w"))
             processes.append(subprocess.Popen(
                 ["ip", "netns", "exec", name, sys.executable, str(WORKER), str(rank),
                  f"{folder}/out.json", str(steps), str(width)],

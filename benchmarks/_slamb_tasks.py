@@ -316,3 +316,44 @@ def logistic(workers=8, features=256, classes=10, examples=512, batch=256, skew=
         return {"excess": whole(params) - best}
 
     return Task(f"logistic, skew {skew:g}", init, loss, (x, y), draw, measure, batch)
+
+
+# ---- large batches -----------------------------------------------------------------------------
+
+
+def classification(batch: int, examples=20_480, features=100, hidden=192, classes=10) -> Task:
+    """Synthetic classes with four clusters each among noise features; an MLP of 58,000 parameters."""
+    rng = np.random.default_rng(5)
+    centres = rng.normal(size=(classes * 4, 20)) * 1.2
+    which = rng.integers(0, classes * 4, size=examples + 4096)
+    x = rng.normal(size=(len(which), features)).astype(np.float32)
+    x[:, :20] += centres[which]
+    x = x @ np.linalg.qr(rng.normal(size=(features, features)))[0].astype(np.float32)
+    x, y = jnp.array(x), jnp.array(which % classes, jnp.int32)
+    train, test = (x[:examples], y[:examples]), (x[examples:], y[examples:])
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+
+        def dense(k, a, b):
+            return jax.random.normal(k, (a, b)) * (2 / a) ** 0.5
+
+        return {"w0": dense(keys[0], features, hidden), "b0": jnp.zeros(hidden),
+                "w1": dense(keys[1], hidden, hidden), "b1": jnp.zeros(hidden),
+                "w2": dense(keys[2], hidden, classes), "b2": jnp.zeros(classes)}
+
+    def loss(params, sample):
+        h = jax.nn.relu(sample[0] @ params["w0"] + params["b0"])
+        h = jax.nn.relu(h @ params["w1"] + params["b1"])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            h @ params["w2"] + params["b2"], sample[1]).mean()
+
+    def draw(data, key, count):
+        index = jax.random.randint(key, (count,), 0, examples)
+        return data[0][index], data[1][index]
+
+    @jax.jit
+    def measure(params):
+        return {"held_out_nat": loss(params, test)}
+
+    return Task(f"classification, batch {batch}", init, loss, train, draw, measure, batch)
