@@ -210,7 +210,7 @@ def language_part(report: Report, runs: Runs) -> None:
     loss = {}
     for arm, workers in chosen:
         got = runs.tuned(task, arm, steps, workers, "held_out_nat", least=True,
-                         rates=(0.01, 0.014))
+                         rates=(0.005, 0.01, 0.014, 0.02))
         if got is None:
             continue
         rate, results = got
