@@ -1,0 +1,46 @@
+"""Small trainings: digits, and workers that disagree, against LAMB with the dense exchange."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from benchmarks import _slamb_arms as arms
+from benchmarks import _slamb_tasks as tasks
+
+WORKERS = 8
+
+
+@functools.lru_cache(None)
+def figures(task_name, arm_name, seeds, rate):
+    """The mean of a task's figure over seeds; averaged parameters of 8 workers."""
+    task, steps, figure = {
+        "digits": lambda: (tasks.digits(), 60, "accuracy_percent"),
+        "quadratic": lambda: (tasks.quadratic(shape=(40, 50)), 300, "excess")}[task_name]()
+    sizes = dict(min_size=1000, every=50)
+    arm, workers = {
+        "lamb": lambda: (arms.lamb(0.0), 1),
+        "published": lambda: (arms.slamb(decay=0.0, **sizes), WORKERS),
+        "held": lambda: (arms.slamb(
+            decay=0.0, compensation="held", nu_ratio=0.1, **sizes), WORKERS),
+        "dropped": lambda: (arms.unsent_dropped(decay=0.0, min_size=1000), WORKERS)}[arm_name]()
+    train = tasks.trainer(arm, task, steps, workers)
+    return np.mean([float(task.measure(train(rate, seed)[0])[figure]) for seed in range(seeds)])
+
+
+def test_digits_after_sixty_steps_are_within_half_a_point_of_lamb():
+    pytest.importorskip("sklearn")
+    lamb = figures("digits", "lamb", 3, 0.02)
+    assert lamb > 95.0  # LAMB has learned them
+    assert figures("digits", "published", 3, 0.02) >= lamb - 0.5
+
+
+def test_dropping_what_is_not_sent_loses_ten_points():
+    pytest.importorskip("sklearn")
+    assert figures("digits", "dropped", 3, 0.02) <= figures("digits", "published", 3, 0.02) - 10.0
+
+
+def test_workers_that_disagree_reach_lambs_floor_when_moments_are_held():
+    lamb = figures("quadratic", "lamb", 3, 0.02)
+    assert figures("quadratic", "held", 3, 0.02) <= 1.2 * lamb
+    assert figures("quadratic", "dropped", 3, 0.02) >= 3.0 * lamb
