@@ -16,8 +16,8 @@ def figures(task_name, arm_name, seeds, rate):
     """The mean of a task's figure over seeds; averaged parameters of 8 workers."""
     task, steps, figure = {
         "digits": lambda: (tasks.digits(), 60, "accuracy_percent"),
-        "quadratic": lambda: (tasks.quadratic(shape=(40, 50)), 300, "excess")}[task_name]()
-    sizes = dict(min_size=1000, every=50)
+        "quadratic": lambda: (tasks.quadratic(), 500, "excess")}[task_name]()
+    sizes = dict(min_size=1000, every={"digits": 50, "quadratic": 100}[task_name])
     arm, workers = {
         "lamb": lambda: (arms.lamb(0.0), 1),
         "published": lambda: (arms.slamb(decay=0.0, **sizes), WORKERS),
@@ -35,12 +35,14 @@ def test_digits_after_sixty_steps_are_within_half_a_point_of_lamb():
     assert figures("digits", "published", 3, 0.02) >= lamb - 0.5
 
 
+@pytest.mark.nightly
 def test_dropping_what_is_not_sent_loses_ten_points():
     pytest.importorskip("sklearn")
     assert figures("digits", "dropped", 3, 0.02) <= figures("digits", "published", 3, 0.02) - 10.0
 
 
 def test_workers_that_disagree_reach_lambs_floor_when_moments_are_held():
-    lamb = figures("quadratic", "lamb", 3, 0.02)
-    assert figures("quadratic", "held", 3, 0.02) <= 1.2 * lamb
-    assert figures("quadratic", "dropped", 3, 0.02) >= 3.0 * lamb
+    lamb = figures("quadratic", "lamb", 3, 0.01)  # the best rate of both, of 0.005 to 0.04
+    assert figures("quadratic", "held", 3, 0.01) <= 1.2 * lamb
+    for rate in (0.01, 0.04):
+        assert figures("quadratic", "dropped", 1, rate) >= 3.0 * lamb

@@ -143,7 +143,8 @@ def test_one_all_reduce_and_the_averaging_branch_are_all_there_is():
         ("all-reduce", formula.step_bytes), ("all-reduce", formula.average_bytes)]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [
+    pytest.param(AxisType.Auto, marks=pytest.mark.nightly), AxisType.Explicit])
 def test_a_mesh_may_have_other_axes_of_either_kind(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     states = []
