@@ -41,8 +41,15 @@ def test_dropping_what_is_not_sent_loses_ten_points():
     assert figures("digits", "dropped", 3, 0.02) <= figures("digits", "published", 3, 0.02) - 10.0
 
 
-def test_workers_that_disagree_reach_lambs_floor_when_moments_are_held():
-    lamb = figures("quadratic", "lamb", 3, 0.01)  # the best rate of both, of 0.005 to 0.04
-    assert figures("quadratic", "held", 3, 0.01) <= 1.2 * lamb
-    for rate in (0.01, 0.04):
-        assert figures("quadratic", "dropped", 1, rate) >= 3.0 * lamb
+@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.nightly)])
+def test_workers_that_disagree_reach_lambs_floor_when_moments_are_held(seeds):
+    lamb = figures("quadratic", "lamb", seeds, 0.01)  # the best rate of both, of 0.005 to 0.04
+    assert figures("quadratic", "held", seeds, 0.01) <= 1.2 * lamb
+    assert figures("quadratic", "dropped", seeds, 0.01) >= 3.0 * lamb
+
+
+@pytest.mark.nightly
+def test_dropping_what_is_not_sent_stays_above_lambs_floor_at_its_own_best_rate():
+    lamb = figures("quadratic", "lamb", 3, 0.01)
+    for rate in (0.005, 0.02, 0.04):
+        assert figures("quadratic", "dropped", 3, rate) >= 3.0 * lamb

@@ -83,9 +83,7 @@ def gradient(n, same=False):
 
 @pytest.fixture
 def params():
-    key = jax.random.key(0)
-    return {"w": jax.random.normal(key, (100, 120)), "b": jnp.ones(120) * 0.1,
-            "v": jax.random.normal(key, (40, 50))}
+    return {"w": jax.random.normal(jax.random.key(0), (100, 120)), "b": jnp.ones(120) * 0.1}
 
 
 # ---- 1. one worker, everything sent: LAMB
@@ -93,8 +91,9 @@ def params():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("n,kwargs", [
-    (1, {}), (8, {}), (8, dict(bound_direction=True)),
-    (1, dict(compensation="held")), (8, dict(compensation="held", nu_ratio=0.1))])
+    (1, {}), (8, {}), (8, dict(compensation="held", nu_ratio=0.1)),
+    pytest.param(8, dict(bound_direction=True), marks=pytest.mark.nightly),
+    pytest.param(1, dict(compensation="held"), marks=pytest.mark.nightly)])
 def test_with_all_sent_and_equal_gradients_it_is_lamb(params, n, kwargs):
     lamb = optax.lamb(0.01, weight_decay=0.01, mask=decay_matrices)
     ours = slamb(0.01, AXIS, compress_ratio=1.0, weight_decay=0.01, min_size=0, **kwargs)
@@ -219,10 +218,15 @@ ORACLE_CASES = {
 }
 
 
+NIGHTLY = {("every step", "held"), ("clamped below", "held"), ("clamped above", "held")}
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("compensation", ["local", "held"])
-@pytest.mark.parametrize("case", ORACLE_CASES.values(), ids=ORACLE_CASES)
-def test_matches_the_equations_in_numpy(case, compensation):
+@pytest.mark.parametrize("name,compensation", [
+    pytest.param(name, form, marks=pytest.mark.nightly if (name, form) in NIGHTLY else ())
+    for name in ORACLE_CASES for form in ("local", "held")])
+def test_matches_the_equations_in_numpy(name, compensation):
+    case = ORACLE_CASES[name]
     n, steps = case["n"], case["steps"]
     rng = np.random.default_rng(0)
     scale = case.get("scale", 1.0)
@@ -291,7 +295,7 @@ def test_the_bounds_of_the_trust_ratio_bind():
     for scale, expected in ((1e-6, 0.01), (1e6, 1000.0), (2.0, 2.0)):
         params = {"w": jnp.full((4, 5), scale)}
         tx = scale_by_slamb(min_size=0, compress_ratio=0.5)
-        updates, _ = tx.update(grads, tx.init(params), params)
+        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
         # the first step's direction is g / (|g| + eps) = 1, so the update is the ratio
         np.testing.assert_allclose(updates["w"], expected, rtol=1e-5)
 
@@ -300,7 +304,7 @@ def test_leaves_of_zeros_move_and_zero_gradients_stay_finite():
     params = {"zero_w": jnp.zeros((6, 7)), "zero_b": jnp.zeros(5), "w": jnp.ones((6, 7))}
     grads = {"zero_w": jnp.ones((6, 7)), "zero_b": jnp.ones(5), "w": jnp.zeros((6, 7))}
     tx = scale_by_slamb(min_size=0, compress_ratio=0.5)
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     np.testing.assert_allclose(updates["zero_w"], 1.0, rtol=1e-5)  # ratio 1
     np.testing.assert_allclose(updates["zero_b"], 1.0, rtol=1e-5)
     assert np.all(np.asarray(updates["w"]) == 0.0)
@@ -360,23 +364,29 @@ def test_age_in_closed_form_is_age_as_counted(leaf_seed, chunks, lengths):
 def test_what_is_taken_is_spread_back_where_it_was(shape):
     plan = _LeafPlan(shape, [7], [0], 5)
     values = jnp.arange(1.0, 1.0 + shape[0] * shape[1]).reshape(shape)
+
+    @jax.jit
+    def there_and_back(t):
+        got = plan.receive(jnp.zeros(shape), plan.take(values, t), t)
+        return got, plan.shaped(plan.ages(t)) == 0, plan.shaped(plan.table(values))
+
     for t in (1, 2, 8):
-        sent = plan.take(values, jnp.int32(t))
-        got = plan.receive(jnp.zeros(shape), sent, jnp.int32(t))
-        mask = plan.shaped(plan.ages(jnp.int32(t))) == 0
+        got, mask, same = there_and_back(jnp.int32(t))
         assert np.array_equal(got, np.where(mask, values, 0))
-        assert np.array_equal(plan.shaped(plan.table(values)), values)
+        assert np.array_equal(same, values)
 
 
 def test_age_is_bounded_by_the_cycle():
     plan = _LeafPlan((100, 120), [10], [0], 7)
+    ages = jax.jit(lambda t: plan.shaped(plan.ages(t)))
     for t in (1, 5, 9, 10, 37, 1000):
-        age = plan.shaped(plan.ages(jnp.int32(t)))
-        assert int(age.max()) == min(9, t)
-        assert abs(float(jnp.mean(age == 0)) - 0.1) < 1e-3
+        age = np.asarray(ages(jnp.int32(t)))
+        assert age.max() == min(9, t)
+        assert abs(np.mean(age == 0) - 0.1) < 1e-3
 
 
 def test_small_and_flat_leaves_are_sent_whole(params):
+    params["v"] = jnp.ones((40, 50))
     tx = scale_by_slamb(AXIS, min_size=9000)
     _, state = run(tx, params, gradient(4), 3, 4)
     assert spread({"b": state.mu["b"], "v": state.mu["v"]}) == 0.0  # flat; 2,000 elements
@@ -394,7 +404,7 @@ def test_sent_momentum_is_the_mean_and_the_rest_is_untouched(params):
     grads = gradient(n)(6, reached)
     first = jax.jit(lambda m, g: 0.9 * m + (1 - 0.9) * g)
     second = jax.jit(lambda v, g: 0.999 * v + (1 - 0.999) * g * g)
-    for k in ("w", "v"):
+    for k in ("w",):
         local = np.asarray(first(before.mu[k], grads[k]))
         seed = zlib.crc32(f"44['{k}']".encode())
         sent = sent_at(seed, params[k].size, 10, 6).reshape(params[k].shape)
@@ -436,10 +446,11 @@ def test_held_workers_stay_together_where_local_ones_part(params):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("every,due", [
-    (3, {1, 4, 7}), (1, {1, 2, 3, 4, 5, 6, 7}), (0, set()), (2, {1, 3, 5, 7}),
-    (((0, 1), (3, 2)), {1, 2, 3, 5, 7}),
-])
-def test_parameters_are_averaged_at_one_past_each_period(params, every, due):
+    (3, {1, 4, 7}), (1, {1, 2, 3, 4, 5, 6, 7}), (((0, 1), (3, 2)), {1, 2, 3, 5, 7}),
+    pytest.param(0, set(), marks=pytest.mark.nightly),
+    pytest.param(2, {1, 3, 5, 7}, marks=pytest.mark.nightly)])
+def test_parameters_are_averaged_at_one_past_each_period(every, due):
+    params = {"w": jnp.ones((30, 40))}
     tx = slamb(0.01, AXIS, sync_every=every, min_size=0)
     steps = trajectory(tx, params, gradient(3), 3, average=True)
     for t, (got, state) in enumerate(itertools.islice(steps, 8)):
