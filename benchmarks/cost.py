@@ -24,9 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hetjax.passes.cost.forest import train_forest
+from hetjax.passes.cost.imported import published_samples
 from hetjax.passes.cost.installation import PUBLISHED, Installation, fit_memory, fit_sync
 from hetjax.passes.cost.published import estimate, installation_of, stage_bytes
 from hetjax.passes.cost.sailor import Model, PublishedPlan, plan_cluster, read_model, read_plan
+from hetjax.passes.cost.splits import leaving_clusters_out, within_clusters
 from hetjax.passes.schedules import check_schedule, schedule
 from hetjax.passes.schedules.samples import GOLDEN
 from hetjax.passes.simulator import simulate
@@ -211,6 +214,33 @@ def speed(folder: Path | None, budget_s: float) -> list[Figure]:
     return out
 
 
+def forest(folder: Path, quick: bool) -> list[Figure]:
+    """Returns how well layers that were held out are predicted, with and without the forest."""
+    models = [read_model(folder, name) for name in ("OPT-350", "GPT-Neo-2.7")]
+    samples = [s for model in models for s in published_samples(folder, model)]
+    out = [figure("published layers", len(samples), "of 7 kinds", "", None)]
+    trees = 60 if quick else 100
+    for name, score in (
+        ("within clusters", within_clusters(samples, trees=trees)),
+        ("a cluster left out", leaving_clusters_out(samples, trees=trees)),
+    ):
+        out += [
+            figure(f"{name}: analytic alone", score.analytic_error, "mean error", "", None),
+            figure(f"{name}: with the forest", score.forest_error, "mean error", "", None),
+            figure(f"{name}: rank, analytic alone", score.analytic_rank, "Spearman", "", None),
+            figure(f"{name}: rank, with the forest", score.forest_rank, "Spearman", "", None),
+        ]
+    trained = train_forest(samples, trees=trees)
+    kind = samples[0].kind
+    works = [(s.work, s.group) for s in samples if s.kind is kind]
+    start, count = time.process_time(), 0
+    while time.process_time() - start < 1.0:
+        trained.predict_many(works, kind)
+        count += len(works)
+    rate = count / (time.process_time() - start)
+    return [*out, figure("forest predictions, many at once", rate, "per s", "", None)]
+
+
 def find_data(given: Path | None) -> Path | None:
     root = Path(__file__).resolve().parents[1]
     shared = Path(os.environ.get("HETJAX_SHARED", root.parent / "shared"))
@@ -234,6 +264,7 @@ def main() -> None:
     else:
         found, rows = published(folder)
         figures += found
+        figures += forest(folder, args.quick)
     figures += speed(folder, 1.0 if args.quick else 4.0)
     machine = {
         "cpus": os.cpu_count(),

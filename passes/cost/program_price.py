@@ -9,18 +9,19 @@ Collectives that XLA puts into a fragment are read off the shardings at its bord
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hetjax.ir.cluster import Cluster, DeviceKind
+from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Aval, Op, Ref, subgraphs
 from hetjax.ir.program import Fragment, Program, Spec, StageMesh
 from hetjax.passes.cost.collectives import collective_price
 from hetjax.passes.cost.memory import parts_of, port_bytes, split_axes
-from hetjax.passes.cost.roofline import FREE, Efficiency, Price, op_price
+from hetjax.passes.cost.roofline import FREE, Efficiency, Price
 from hetjax.passes.cost.traffic import memory_traffic
+from hetjax.passes.cost.work import Kernel, Work, gathered, kernel_price
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
 # Ops that keep what is known of a parameter's sharding.
@@ -44,6 +45,22 @@ class FragmentPrice:
         return self.compute.seconds + self.collective_s
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpWork:
+    """What one op of a fragment does on one device.
+
+    Attributes:
+      op: the op.
+      kernel: what it computes and moves; None where another op's kernel takes it in.
+      collective_s, collective_bytes: of the all-reduce after it.
+    """
+
+    op: Op
+    kernel: Kernel | None
+    collective_s: float = 0.0
+    collective_bytes: float = 0.0
+
+
 def fragment_price(
     program: Program,
     fragment: Fragment,
@@ -61,75 +78,111 @@ def fragment_price(
     Raises:
       PlanError: the ops have no costs, or the kind has not and does not emulate one of their dtypes.
     """
-    mesh = program.meshes[fragment.stage]
-    kind = cluster.kind(mesh.kind)
+    kind = cluster.kind(program.meshes[fragment.stage].kind)
     curve = (efficiency or {}).get(kind.name)
+    compute, collective_s = FREE, 0.0
+    for work in fragment_ops(program, fragment, cluster):
+        collective_s += work.collective_s
+        if work.kernel is None:
+            continue
+        try:
+            compute = compute + kernel_price(work.kernel, kind, curve)
+        except PlanError as error:
+            op = work.op
+            where = f" ({op.block}, {op.source})" if op.block or op.source else ""
+            raise PlanError(f"stage {fragment.stage}, {op.primitive}{where}: {error}") from None
+    return FragmentPrice(compute, collective_s)
+
+
+def fragment_work(program: Program, fragment: Fragment, cluster: Cluster) -> Work:
+    """Returns what one call of a fragment does on one device of its mesh.
+
+    Raises:
+      PlanError: the ops have no costs.
+    """
+    return work_of(fragment.phase, fragment_ops(program, fragment, cluster))
+
+
+def work_of(phase: str, ops: Iterable[OpWork]) -> Work:
+    """Returns the work of several ops together."""
+    ops = list(ops)
+    return gathered(
+        phase,
+        (w.kernel for w in ops if w.kernel is not None),
+        collective_s=sum(w.collective_s for w in ops),
+        collective_bytes=sum(w.collective_bytes for w in ops),
+    )
+
+
+def fragment_ops(program: Program, fragment: Fragment, cluster: Cluster) -> list[OpWork]:
+    """Returns what each op of a fragment does on one device of its mesh, in order.
+
+    Raises:
+      PlanError: the ops have no costs.
+    """
+    mesh = program.meshes[fragment.stage]
     avals = program.micro_avals if fragment.per_microbatch else program.avals
     axes = split_axes(fragment.ops, fragment.inputs)
     traffic = memory_traffic(fragment.ops, avals, [p.ref for p in fragment.outputs])
     specs: dict[Ref, Spec] = {p.ref: p.spec for p in fragment.inputs if any(p.spec)}
-    compute, collective_s = FREE, 0.0
+    # What is summed over a batch that is split is added up once it is made.
+    sums = {
+        p.ref: port_bytes(program, fragment, p, given=True)
+        for p in fragment.outputs
+        if p.form == "sum" and "data" in axes.get(p.ref, ())
+    }
+    out = []
     for op, (read, written) in zip(fragment.ops, traffic):
         if op.cost is None:
             raise PlanError(f"fragment {fragment.name} has ops without costs; run annotate-costs")
         split = frozenset().union(*(axes.get(r, frozenset()) for r in op.refs))
         parts = parts_of(split, mesh)
-        dtype = product_dtype(op, avals, kind)
-        if dtype is None and read + written == 0:
-            continue  # fused into another op, whose bytes are counted there
-        try:
-            price = op_price(
-                kind, op.cost.flops / parts, (read + written) / parts, dtype or "f32",
-                product=dtype is not None, efficiency=curve,
-            )  # fmt: skip
-        except PlanError as error:
-            where = f" ({op.block}, {op.source})" if op.block or op.source else ""
-            raise PlanError(f"stage {fragment.stage}, {op.primitive}{where}: {error}") from None
-        compute = compute + price
-        collective_s += _product_reduction_s(op, avals, specs, split, mesh, cluster)
-    collective_s += sum(
-        _axis_reduction_s("data", port_bytes(program, fragment, p, given=True), mesh, cluster)
-        for p in fragment.outputs
-        if p.form == "sum" and "data" in axes.get(p.ref, ())
-    )
-    return FragmentPrice(compute, collective_s)
+        factors = product_factors(op, avals)
+        kernel = None
+        if factors is not None or read + written:
+            dtype, precise = factors or ("", False)
+            flops = op.cost.flops / parts
+            kernel = Kernel(flops, (read + written) / parts, dtype, precise)
+        reductions = list(_product_reductions(op, avals, specs, split, mesh))
+        reductions += [("data", float(sums[r])) for r in op.outputs if r in sums]
+        out.append(
+            OpWork(
+                op,
+                kernel,
+                sum(_axis_reduction_s(axis, nbytes, mesh, cluster) for axis, nbytes in reductions),
+                sum(nbytes for axis, nbytes in reductions if mesh.axis_size(axis) > 1),
+            )
+        )
+    return out
 
 
-def product_dtype(op: Op, avals: Sequence[Aval], kind: DeviceKind) -> str | None:
-    """Returns what a matrix product computes in, or None for other ops.
-
-    Under JAX's default precision a TPU multiplies f32 in bf16, and a GPU that has tf32 uses it.
-    """
-    if op.primitive not in _PRODUCTS:
-        inner = (o for graph in subgraphs(op) for o in graph.ops if o.primitive in _PRODUCTS)
-        nested = next(iter(inner), None)
-        if nested is None:
-            return None
-        graph = next(g for g in subgraphs(op) if nested in g.ops)
-        return product_dtype(nested, graph.avals, kind)
-    dtype = next((avals[r].dtype for r in op.refs), "f32")
-    if dtype == "f32" and op.param("precision") is None:
-        if kind.platform == "tpu":
-            return "bf16"
-        return "tf32" if "tf32" in dict(kind.peak_flops) else "f32"
-    return dtype
+def product_factors(op: Op, avals: Sequence[Aval]) -> tuple[str, bool] | None:
+    """Returns what a matrix product takes and whether a precision is asked for; None for other ops."""
+    if op.primitive in _PRODUCTS:
+        dtype = next((avals[r].dtype for r in op.refs), "f32")
+        return dtype, op.param("precision") is not None
+    for graph in subgraphs(op):
+        for inner in graph.ops:
+            found = product_factors(inner, graph.avals)
+            if found is not None:
+                return found
+    return None
 
 
-def _product_reduction_s(
+def _product_reductions(
     op: Op,
     avals: Sequence[Aval],
     specs: dict[Ref, Spec],
     split: frozenset[str],
     mesh: StageMesh,
-    cluster: Cluster,
-) -> float:
-    """Returns the seconds of the all-reduce after a product; keeps `specs` up to date."""
+) -> Iterator[tuple[str, float]]:
+    """Yields (axis, bytes) of the all-reduces after a product; keeps `specs` up to date."""
     if op.primitive in _LAYOUT and op.refs and op.refs[0] in specs:
         spec = specs[op.refs[0]]
         order = op.param("permutation")
         specs[op.outputs[0]] = spec if order is None else tuple(spec[d] for d in order)
     if op.primitive != "dot_general":
-        return 0.0
+        return
     contracting, _ = op.param("dimension_numbers", (((), ()), ((), ())))
     reduced = {
         axis
@@ -139,7 +192,8 @@ def _product_reduction_s(
         for axis in specs[operand][d]
     }
     nbytes = avals[op.outputs[0]].nbytes / parts_of(split - reduced, mesh)
-    return sum(_axis_reduction_s(axis, nbytes, mesh, cluster) for axis in sorted(reduced))
+    for axis in sorted(reduced):
+        yield axis, nbytes
 
 
 def axis_group(mesh: StageMesh, axis: str) -> tuple[tuple[int, ...], int]:

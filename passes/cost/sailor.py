@@ -289,15 +289,9 @@ def plan_cluster(folder: str | Path, plan: PublishedPlan) -> Cluster:
     kinds = {site_of(r): r for _, r in placed}
     links: dict[str, Link] = {}
     for site, r in kinds.items():
-        entry = inside.get(r.gpu, {}).get(str(r.tensor))
-        if entry is None and r.tensor > 1:
+        if r.tensor > 1 and str(r.tensor) not in inside.get(r.gpu, {}):
             raise PlanError(f"no measured link inside a node of {r.tensor} {r.gpu}")
-        usual = presets.LINKS[presets.KIND_LINK[r.kind]]
-        links[f"{site} inside"] = (
-            dataclasses.replace(usual, name=f"{site} inside")
-            if entry is None
-            else _measured(f"{site} inside", entry, max(1, r.tensor // 2))
-        )
+        links[f"{site} inside"] = _inside(inside, r.gpu, r.tensor, f"{site} inside")
         for other, o in kinds.items():
             if other < site:
                 continue
@@ -324,6 +318,19 @@ def plan_cluster(folder: str | Path, plan: PublishedPlan) -> Cluster:
         tuple(nodes),
         tuple(links.values()),
     )
+
+
+def inside_link(folder: str | Path, gpu: str, gpus: int) -> Link:
+    """Returns the link between GPUs of one node: as measured, or the usual one of their kind."""
+    inside = _load(Path(folder) / "links" / "intra_node_bandwidths.json")
+    return _inside(inside, gpu, gpus, f"{gpus} x {gpu} inside")
+
+
+def _inside(inside: Any, gpu: str, gpus: int, name: str) -> Link:
+    entry = _dig(inside, gpu, str(gpus))
+    if entry is not None:
+        return _measured(name, entry, max(1, gpus // 2))
+    return dataclasses.replace(presets.LINKS[presets.KIND_LINK[KINDS[gpu]]], name=name)
 
 
 def _measured(name: str, entry: Sequence[Any], pairs: int) -> Link:
