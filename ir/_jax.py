@@ -326,6 +326,11 @@ def entry_function(module: Any) -> Any:
     )
 
 
+def local_settings() -> list[tuple[str, str]]:
+    """Returns the settings that `local_config` finds as names and text, sorted."""
+    return sorted((state._name, str(value)) for state, value in local_config())
+
+
 def local_config() -> list[tuple[Any, Any]]:
     """Returns the settings that context managers of this thread hold (enable_x64, debug_nans, …)."""
     # Context managers act on one thread; no public call lists what they have set.

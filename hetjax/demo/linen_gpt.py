@@ -45,7 +45,8 @@ class GPT(nn.Module):
 def create(config: Config, optimizer: optax.GradientTransformation, seed: int = 0) -> TrainState:
     """Returns a fresh linen train state."""
     model = GPT(config)
-    params = model.init(jax.random.key(seed), jnp.zeros((1, config.length), jnp.int32))["params"]
+    init = jax.jit(model.init)  # as one program: a small one for every leaf takes longer to compile
+    params = init(jax.random.key(seed), jnp.zeros((1, config.length), jnp.int32))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
 

@@ -9,13 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from hetjax.frontend.calls import flatten_call, is_in_place, rebuild_result
+from hetjax.frontend.calls import Returned, Structure, flatten_call, is_in_place, rebuild_result
 from hetjax.frontend.entry import Entry
-from hetjax.frontend.planning import Options, build_bundle, parse_mesh
+from hetjax.frontend.planning import Options, build_bundle, parse_mesh, warn_of_one_microbatch
 from hetjax.frontend.tracing import leaf_marks, leaf_types, trace_call
 from hetjax.ir.cluster import Cluster
-from hetjax.ir.errors import PlanError
+from hetjax.ir.errors import ClusterError, LoweringError, PlanError
+from hetjax.ir.graph import Graph
 from hetjax.ir.plan import Plan
+from hetjax.passes.dumping import ENVIRONMENT as DUMPS_TO
+from hetjax.runtime.executable_store import open_store
+from hetjax.runtime.start_cache import read_start, start_file
 
 MeshLike = str | Sequence[int] | Sequence[Sequence[int]] | None
 
@@ -140,7 +144,7 @@ class ParallelFunction:
         if self._last is not None and self._last[0] == structure and self._last[1] == marks:
             entry = self._last[2]
         else:
-            entry = self._entry((structure, leaf_types(leaves)), leaves, structure)
+            entry = self._entry((structure, leaf_types(leaves)), leaves, structure, runs=True)
             entry.compile(self.devices, self._progress, self._emulate())
             self._last = (structure, marks, entry)
         self._latest = entry
@@ -171,7 +175,14 @@ class ParallelFunction:
 
         return "flax.nnx" in sys.modules and type(self.plain).__name__ != "PjitFunction"
 
-    def _entry(self, key: Any, leaves: Sequence[Any], structure: Any) -> Entry:
+    def _entry(self, key: Any, leaves: Sequence[Any], structure: Any, runs: bool = False) -> Entry:
+        """Returns the entry for arguments of these types.
+
+        Args:
+          key: of `_entries`.
+          leaves, structure: of the call.
+          runs: whether the entry is about to be compiled, so that a kept start serves.
+        """
         if key in self._entries:
             return self._entries[key]
         known_state = None
@@ -183,6 +194,7 @@ class ParallelFunction:
             self.plain, structure, leaves, name=self._name(), batch_argnums=self._batch_argnums,
             known_state=known_state,
         )
+        start = None
         if self._like is not None:
             bundle = follow_bundle(traced, self._like)
         else:
@@ -192,10 +204,43 @@ class ParallelFunction:
                     "argument. Return the state from the step, or, for an evaluation or any other "
                     "function of the state, use hetjax.parallelize(fn, like=train_step)"
                 )
+            start = self._start_file(traced.graph) if runs else None
+            kept = self._started(start, structure, traced.returned) if start is not None else None
+            if kept is not None:
+                self._warn_of_new_shape(key)
+                self._entries[key] = kept
+                return kept
             bundle = build_bundle(traced, self.cluster, self.options)
         self._warn_of_new_shape(key)
-        entry = Entry(bundle, structure, traced.returned)
+        entry = Entry(bundle, structure, traced.returned, start)
         self._entries[key] = entry
+        return entry
+
+    def _start_file(self, graph: Graph) -> Path | None:
+        """Returns where the start of a step is kept between processes; None where none are."""
+        # Whoever dumps passes wants them to run.
+        if os.environ.get(DUMPS_TO):
+            return None
+        try:
+            store = open_store(self.devices)
+        except ClusterError:
+            return None  # what is wrong with the step is said first
+        return start_file(store, graph, self.cluster, self.options) if store is not None else None
+
+    def _started(self, file: Path, structure: Structure, returned: Returned) -> Entry | None:
+        """Returns the entry that an earlier process has left, ready to run; None if there is none."""
+        bundle = read_start(file)
+        if bundle is None:
+            return None
+        entry = Entry(bundle, structure, returned)
+        try:
+            entry.compile(self.devices, self._progress, self._emulate())
+        except LoweringError:
+            return None  # an executable is gone, and what was kept has no equations to lower
+        micro = bundle.microbatching
+        refusal = micro.refusal if micro is not None and not micro.accepted else None
+        if refusal is not None and self.options.num_microbatches is None:
+            warn_of_one_microbatch(entry.graph, refusal)
         return entry
 
     def _warn_of_new_shape(self, key: Any) -> None:

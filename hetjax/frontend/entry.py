@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hetjax.frontend.calls import Returned, Structure
@@ -11,9 +12,11 @@ from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Graph, Literal
 from hetjax.ir.program import Program
 from hetjax.runtime.compiler import CompiledFragment, compile_program
+from hetjax.runtime.executable_store import open_store
 from hetjax.runtime.executor import Emulation, Executor
 from hetjax.runtime.feeding import Feeder
 from hetjax.runtime.meshes import jax_mesh, named_sharding
+from hetjax.runtime.start_cache import write_start
 
 
 class Entry:
@@ -23,12 +26,15 @@ class Entry:
       bundle: with a complete program.
       structure: of the call.
       returned: the shape of its value.
+      start: the file to keep the start in, once compiled; None to keep none.
     """
 
-    def __init__(self, bundle: Bundle, structure: Structure, returned: Returned):
+    def __init__(
+        self, bundle: Bundle, structure: Structure, returned: Returned, start: Path | None = None
+    ):
         if bundle.program is None or bundle.graph is None or bundle.plan is None:
             raise PlanError("the bundle holds no complete program")
-        self.bundle, self.structure, self.returned = bundle, structure, returned
+        self.bundle, self.structure, self.returned, self._start = bundle, structure, returned, start
         self.program: Program = bundle.program
         self.graph: Graph = bundle.graph
         self.plan = bundle.plan
@@ -54,7 +60,9 @@ class Entry:
           LoweringError: a fragment cannot be lowered or compiled.
         """
         if self.executor is None:
-            fragments, meshes = compile_program(self.program, devices, progress)
+            fragments, meshes = compile_program(self.program, devices, progress, open_store(devices))
+            if self._start is not None and all(f.kept for f in fragments.values()):
+                write_start(self._start, self.bundle)
             self._install(fragments, meshes, devices, emulate(self.program) if emulate else None)
 
     def adopt(self, other: Entry, *, threads: bool = False, emulation: Emulation | None = None) -> None:

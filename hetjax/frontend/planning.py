@@ -119,11 +119,16 @@ def choose_microbatching(
         return proved, micro
     if asked is not None:
         raise refused(micro.refusal, num)
+    warn_of_one_microbatch(graph, micro.refusal)
+    return graph, one_microbatch(graph, micro.refusal)
+
+
+def warn_of_one_microbatch(graph: Graph, refusal: Refusal) -> None:
+    """Says why stages are idle; once per step planned, kept plans included."""
     warnings.warn(
-        f"hetjax runs {graph.name} as one microbatch, which leaves stages idle: {micro.refusal.reason}",
+        f"hetjax runs {graph.name} as one microbatch, which leaves stages idle: {refusal.reason}",
         UserWarning, stacklevel=2,
     )
-    return graph, one_microbatch(graph, micro.refusal)
 
 
 def _chosen(batch: int, cluster: Cluster, request: Request) -> int:

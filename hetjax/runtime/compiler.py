@@ -5,14 +5,17 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hetjax.ir.errors import LoweringError
 from hetjax.ir.exporter import to_jax_aval
-from hetjax.ir.graph import Aval
+from hetjax.ir.fingerprint import Opaque, digest, plain
+from hetjax.ir.graph import Aval, Op
 from hetjax.ir.program import Fragment, Program, Spec
+from hetjax.runtime.executable_store import ExecutableStore, watch_jaxs_cache, worth_keeping
 from hetjax.runtime.fragment_function import FragmentFunction, fragment_function
 from hetjax.runtime.meshes import jax_mesh, named_sharding
 
@@ -29,16 +32,39 @@ class CompiledFragment:
       function: its slots, types and specs.
       executable: takes and returns flat arrays.
       zeros: makes the accumulators, or None.
+      kept: whether the store has all of it.
     """
 
     fragment: Fragment
     function: FragmentFunction
     executable: Callable[..., Sequence[Any]]
     zeros: Callable[[], Sequence[Any]] | None
+    kept: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One executable to have.
+
+    Attributes:
+      name: of the first fragment it serves.
+      key: what makes two executables the same; text if another process can find it by that.
+      num_inputs, num_outputs: of its flat signature.
+      mesh: where it runs.
+      lower: returns the lowered program.
+    """
+
+    name: str
+    key: Any
+    num_inputs: int
+    num_outputs: int
+    mesh: Any
+    lower: Callable[[], Any]
 
 
 def compile_program(
-    program: Program, devices: Sequence[Any], progress: Progress | None = None
+    program: Program, devices: Sequence[Any], progress: Progress | None = None,
+    store: ExecutableStore | None = None,
 ) -> tuple[dict[str, CompiledFragment], list[Any]]:
     """Returns the compiled fragments by name, and the jax mesh of each stage.
 
@@ -49,61 +75,112 @@ def compile_program(
       program: complete.
       devices: one jax device per cluster device.
       progress: told of each fragment compiled.
+      store: has executables of earlier processes, and gets the new ones if all took long enough.
 
     Raises:
       LoweringError: a fragment cannot be lowered or compiled; names it.
     """
     meshes = [jax_mesh(m, devices) for m in program.meshes]
     functions = [fragment_function(program, f) for f in program.fragments]
-    keys = [_signature(program, f, fn) for f, fn in zip(program.fragments, functions)]
-    lowered: dict[Any, Any] = {}
-    for fragment, function, key in zip(program.fragments, functions, keys):
-        if key not in lowered:
-            lowered[key] = _lower(function, meshes[fragment.stage])
-    compiled: dict[Any, Any] = {}
-    total = len(lowered)
-    names = {key: f.name for f, key in zip(program.fragments, keys)}
-    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-        running = {pool.submit(_compile, names[key], low): key for key, low in lowered.items()}
-        for done in concurrent.futures.as_completed(running):
-            key = running[done]
-            compiled[key] = done.result()
-            if progress is not None:
-                progress(names[key], len(compiled), total)
-    out = {}
-    for fragment, function, key in zip(program.fragments, functions, keys):
-        zeros = _zeros(function, meshes[fragment.stage])
-        out[fragment.name] = CompiledFragment(fragment, function, compiled[key], zeros)
+    jobs: dict[Any, _Job] = {}
+    served: list[tuple[Fragment, FragmentFunction, Any, Any]] = []
+    for fragment, function in zip(program.fragments, functions):
+        mesh = meshes[fragment.stage]
+        code = _code_job(program, fragment, function, mesh)
+        zeros = _zeros_job(program, fragment, function, mesh)
+        jobs.setdefault(code.key, code)
+        if zeros is not None:
+            jobs.setdefault(zeros.key, zeros)
+        served.append((fragment, function, code.key, zeros.key if zeros is not None else None))
+    compiled, kept = _compile_all(list(jobs.values()), progress, store)
+    out = {
+        fragment.name: CompiledFragment(
+            fragment, function, compiled[code], compiled[zeros] if zeros is not None else None,
+            code in kept and (zeros is None or zeros in kept),
+        )
+        for fragment, function, code, zeros in served
+    }
     return out, meshes
 
 
-def _signature(program: Program, fragment: Fragment, function: FragmentFunction) -> Any:
-    """Returns what makes two fragments the same to XLA: ops, types, specs, devices."""
+def _compile_all(
+    jobs: Sequence[_Job], progress: Progress | None, store: ExecutableStore | None
+) -> tuple[dict[Any, Any], set[Any]]:
+    """Returns the executable of each job's key, and the keys that the store has."""
+    begin = time.perf_counter()
+    compiled: dict[Any, Any] = {}
+    kept: set[Any] = set()
+    fresh: list[Any] = []
+
+    def have(job: _Job, executable: Any) -> None:
+        compiled[job.key] = executable
+        if progress is not None:
+            progress(job.name, len(compiled), len(jobs))
+
+    workers = max(1, min(4, os.cpu_count() or 1))
+    with warnings.catch_warnings(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        # A donated buffer that XLA cannot reuse is no fault of the user's.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        running = {}
+        for job in jobs:
+            found = None
+            if store is not None and isinstance(job.key, str):
+                found = store.load(job.key, job.mesh, job.num_inputs, job.num_outputs)
+            if found is not None:
+                kept.add(job.key)
+                have(job, found)
+            else:
+                # One is lowered while those before it are compiled, which leaves the interpreter free.
+                running[pool.submit(_compile, job.name, job.lower())] = job
+        for done in concurrent.futures.as_completed(running):
+            executable, is_fresh = done.result()
+            have(running[done], executable)
+            if is_fresh:
+                fresh.append(running[done].key)
+    if store is not None and fresh and worth_keeping(time.perf_counter() - begin):
+        kept.update(key for key in fresh if isinstance(key, str) and store.save(key, compiled[key]))
+    return compiled, kept
+
+
+def _code_job(program: Program, fragment: Fragment, function: FragmentFunction, mesh: Any) -> _Job:
+    return _Job(
+        fragment.name, _signature(program, fragment, function, mesh), len(function.inputs),
+        len(function.outputs), mesh, lambda: _lower(function, mesh),
+    )
+
+
+def _signature(program: Program, fragment: Fragment, function: FragmentFunction, mesh: Any) -> Any:
+    """Returns what makes two fragments the same to XLA: ops, types, specs, devices; text if plain."""
     local: dict[int, int] = {}
     name = lambda r: local.setdefault(r, len(local))  # noqa: E731
-    slots = lambda xs: tuple((name(ref), str(form), aval, spec) for (ref, form), aval, spec in xs)  # noqa: E731
-    inputs = slots(function.inputs)
-    ops = tuple(
-        (
-            op.primitive,
-            tuple(name(a) if isinstance(a, int) else a for a in op.inputs),
-            tuple((name(r), program.avals[r], program.micro_avals[r]) for r in op.outputs),
-            _hashable(op.params), id(op.eqn) if _opaque(op.params) else 0,
-        )
-        for op in fragment.ops
+    types = lambda r: (str(program.avals[r]), str(program.micro_avals[r]))  # noqa: E731
+    slots = lambda xs: [(name(ref), str(form), str(aval), spec) for (ref, form), aval, spec in xs]  # noqa: E731
+    ports = lambda xs: [(p.form, p.scale, p.axis) for p in xs]  # noqa: E731
+    head = (
+        _place(mesh), fragment.per_microbatch, slots(function.inputs), ports(fragment.inputs),
+        function.donated,
     )
-    scales = tuple((p.form, p.scale, p.axis) for p in fragment.inputs)
-    mesh = program.meshes[fragment.stage]
-    return mesh.devices, mesh.axes, fragment.per_microbatch, inputs, ops, slots(function.outputs), scales, function.donated
+
+    def ops(value: Callable[[Op, Any], Any]) -> list[Any]:
+        return [
+            (
+                op.primitive, [name(a) if isinstance(a, int) else plain(a) for a in op.inputs],
+                [(name(r), types(r)) for r in op.outputs], [(k, value(op, v)) for k, v in op.params],
+            )
+            for op in fragment.ops
+        ]
+
+    tail = lambda: (slots(function.outputs), ports(fragment.outputs))  # noqa: E731
+    try:
+        return digest((head, ops(lambda _, value: plain(value)), tail()))
+    except Opaque:
+        # A callable or a sharding: the same only where it is the same object of this process.
+        local.clear()
+        return repr((head, ops(lambda op, value: (repr(value), id(op.eqn))), tail())), mesh
 
 
-def _hashable(params: Any) -> str:
-    return repr(params)
-
-
-def _opaque(params: Any) -> bool:
-    """Returns whether parameters hold what their text does not tell (a callable, a sharding)."""
-    return "Handle(" in repr(params)
+def _place(mesh: Any) -> Any:
+    return [d.id for d in mesh.devices.flat], mesh.devices.shape, mesh.axis_names
 
 
 def _struct(aval: Aval, sharding: Any) -> Any:
@@ -124,10 +201,7 @@ def _lower(function: FragmentFunction, mesh: Any) -> Any:
     )
     structs = [_struct(aval, s) for (_, aval, _), s in zip(function.inputs, in_shardings)]
     try:
-        with warnings.catch_warnings():
-            # A donated buffer that XLA cannot reuse is no fault of the user's.
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return jitted.lower(*structs)
+        return jitted.lower(*structs)
     except LoweringError:
         raise
     except Exception as error:
@@ -141,26 +215,34 @@ def _full(aval: Aval, spec: Spec) -> Spec:
     return spec if len(spec) == aval.ndim else ((),) * aval.ndim
 
 
-def _compile(name: str, lowered: Any) -> Any:
+def _compile(name: str, lowered: Any) -> tuple[Any, bool]:
+    """Returns an executable, and whether it was compiled now, not found in JAX's cache."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return lowered.compile()
+        with watch_jaxs_cache() as served:
+            executable = lowered.compile()
+        return executable, not served[0]
     except Exception as error:
         raise LoweringError(f"{name} cannot be compiled: {error}") from error
 
 
-def _zeros(function: FragmentFunction, mesh: Any) -> Callable[[], Sequence[Any]] | None:
-    """Returns a compiled function that makes the fragment's accumulators."""
-    import jax
-    import jax.numpy as jnp
-
+def _zeros_job(
+    program: Program, fragment: Fragment, function: FragmentFunction, mesh: Any
+) -> _Job | None:
+    """Returns the job of what makes the fragment's accumulators."""
     accumulators = function.accumulators
     if not accumulators:
         return None
-    structs = [_struct(aval, None) for _, aval, _ in accumulators]
-    shardings = [named_sharding(mesh, _full(aval, spec)) for _, aval, spec in accumulators]
-    make = jax.jit(
-        lambda: [jnp.zeros(s.shape, s.dtype) for s in structs], out_shardings=shardings
-    )
-    return make.lower().compile()
+
+    def lower() -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        structs = [_struct(aval, None) for _, aval, _ in accumulators]
+        shardings = [named_sharding(mesh, _full(aval, spec)) for _, aval, spec in accumulators]
+        make = jax.jit(
+            lambda: [jnp.zeros(s.shape, s.dtype) for s in structs], out_shardings=shardings
+        )
+        return make.lower()
+
+    key = digest(("zeros", _place(mesh), [(str(aval), spec) for _, aval, spec in accumulators]))
+    return _Job(f"{fragment.name}/zeros", key, 0, len(accumulators), mesh, lower)

@@ -54,8 +54,7 @@ def accumulator_aval(aval: Aval) -> Aval:
 def fragment_function(program: Program, fragment: Fragment) -> FragmentFunction:
     """Returns the function of one fragment.
 
-    Raises:
-      LoweringError: an op came from text and cannot be lowered.
+    Its `call` raises LoweringError, when it is traced, if an op came from text and cannot be lowered.
     """
     num = program.num_microbatches
     avals = program.micro_avals if fragment.per_microbatch else program.avals
@@ -84,11 +83,12 @@ def fragment_function(program: Program, fragment: Fragment) -> FragmentFunction:
             outputs.append((slot, avals[port.ref], port.spec))
     refs = list(dict.fromkeys(p.ref for p in fragment.inputs))
     wanted = list(dict.fromkeys(p.ref for p in fragment.outputs))
-    closed = export_jaxpr(fragment.name.replace("/", "_"), fragment.ops, refs, wanted, avals)
-    evaluate = _jax.jaxpr_function(closed)
     ports, out_ports, num_sums = fragment.inputs, fragment.outputs, len(sums)
 
     def call(*arguments: Any) -> list[Any]:
+        # Here, not outside: a start that was kept has no equations, and needs none.
+        closed = export_jaxpr(fragment.name.replace("/", "_"), fragment.ops, refs, wanted, avals)
+        evaluate = _jax.jaxpr_function(closed)
         given = list(arguments[: len(arguments) - num_sums])
         accumulators = iter(arguments[len(arguments) - num_sums :])
         env: dict[Ref, Any] = {}
