@@ -166,7 +166,9 @@ def transport_rate(client: Any, found: Any, home: str) -> float:
     total = sum(n for runs in runs_of.values() for _, _, n in runs) * layout.block_bytes
 
     def drop(address: str) -> None:
-        for _ in client.pool.peer(address).get("read", oid=found.oid, runs=runs_of[address], timeout_s=300):
+        for _ in client.pool.peer(address).read_blocks(
+            found.oid, runs_of[address], layout.block_bytes, timeout_s=300
+        ):
             pass
 
     return total / seconds(lambda: client.pool.each(list(runs_of), drop))
@@ -421,17 +423,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="within 50 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--state-mib", type=int, default=0, help="state of the arms")
+    parser.add_argument("--only", choices=("encode", "subsets", "arms"), help="one part")
     options = parser.parse_args()
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
     state_mib = options.state_mib or (64 if options.quick else 1024)
     figures: list[Figure] = []
-    parts = [
-        encode_figures([64] if options.quick else [64, 256], 5 if options.quick else 11),
-        subset_figures(),
-        arm_figures(state_mib, 1 if options.quick else 3),
-    ]
-    for part in parts:
-        for item in part:
+    parts = {
+        "encode": encode_figures([64] if options.quick else [64, 256], 5 if options.quick else 11),
+        "subsets": subset_figures(),
+        "arms": arm_figures(state_mib, 1 if options.quick else 3),
+    }
+    for name, part in parts.items():
+        for item in part if options.only in (None, name) else ():
             figures.append(item)
             if not options.json:
                 mark = "" if not item["target"] else f"  {item['target']}: {'yes' if item['holds'] else 'NO'}"

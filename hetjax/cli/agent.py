@@ -40,6 +40,8 @@ import click
               help="Shared directory that SIGTERM writes the newest committed step to.")
 @click.option("--drain-grace", default=25.0, show_default=True, metavar="SECONDS",
               help="How long that may take; keep it below the scheduler's kill delay.")
+@click.option("--bulk-port", default=0, metavar="PORT",
+              help="Port of bulk transfers, for firewalls; 0 picks one. With TLS there is none.")
 @click.option("--metrics-port", default=0, metavar="PORT", help="Serve Prometheus metrics here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object once it answers.")
 def agent(as_json: bool, **given: Any) -> int:
@@ -66,7 +68,7 @@ def agent(as_json: bool, **given: Any) -> int:
         min_rate_bytes_s=parse_bytes(given["min_rate"]),
         rate_limit_bytes_s=parse_bytes(given["rate_limit"]),
         drain_dir=given["drain_dir"], drain_grace_s=given["drain_grace"],
-        metrics_port=given["metrics_port"],
+        metrics_port=given["metrics_port"], bulk_port=given["bulk_port"],
     )
     if not options.token and not options.listen.startswith(("127.", "localhost:", "[::1]")):
         raise CheckpointError(

@@ -26,8 +26,8 @@ from hetjax.eccheck.config import Tls
 from hetjax.eccheck.layout import Layout
 from hetjax.eccheck.pace import RateLimit
 from hetjax.eccheck.peer import Credentials, Pool
-from hetjax.eccheck.sources import split_runs
 from hetjax.eccheck.store import COMMITTED, OPEN, PREPARED, Entry, Refused, Store
+from hetjax.eccheck.wire import split_runs
 
 MANIFEST_LIMIT_BYTES = 1 << 30
 _MAIL_LIMIT, _MAIL_AGE_S = 4096, 900.0
@@ -52,6 +52,7 @@ class AgentOptions:
       drain_dir: where SIGTERM writes the newest committed step; "" for nowhere.
       drain_grace_s: how long that may take.
       metrics_port: Prometheus endpoint on this port; 0 for none.
+      bulk_port: port of bulk transfers; 0 picks one. Not opened with TLS.
     """
 
     listen: str = "127.0.0.1:0"
@@ -68,6 +69,7 @@ class AgentOptions:
     drain_dir: str = ""
     drain_grace_s: float = 25.0
     metrics_port: int = 0
+    bulk_port: int = 0
 
 
 class Agent:
@@ -95,6 +97,7 @@ class Agent:
         self._mail_ready = threading.Condition()
         self._stop = threading.Event()
         self.listeners: list[socket.socket] = []
+        self.bulk_port = 0  # until it listens
 
     # -- helpers -------------------------------------------------------------------------------
 
@@ -128,7 +131,7 @@ class Agent:
             "epoch": self.store.epoch, "address": self.address, "pid": os.getpid(),
             "host": socket.gethostname(), "capacity_bytes": self.arena.capacity_bytes,
             "free_bytes": self.arena.free_bytes, "versions": self.options.versions,
-            "drain_dir": self.options.drain_dir,
+            "drain_dir": self.options.drain_dir, "bulk_port": self.bulk_port,
         }
 
     def _op_hello(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
@@ -167,7 +170,7 @@ class Agent:
 
     def _op_seal(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         """Records the sums of blocks a trainer of this host wrote through its mapping."""
-        entry = self._writable(header)
+        entry = self.writable(header)
         sums, at = np.frombuffer(payload, np.uint64), 0
         for stripe, block, count in header["runs"]:
             self.store.mark(entry, int(stripe), int(block), sums[at : at + int(count)])
@@ -178,7 +181,7 @@ class Agent:
     def _op_encode(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         from hetjax.eccheck.encode import encode_own_stripe
 
-        entry = self._writable(header)
+        entry = self.writable(header)
         encode_own_stripe(
             self.store, self.pool, entry, timeout_of=self.timeout_of, pace=self.pace,
             count=self.count,
@@ -186,7 +189,7 @@ class Agent:
         return {}
 
     def _op_digest(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
-        entry = self._writable(header)
+        entry = self.writable(header)
         missing = entry.missing_blocks()
         if missing:
             raise Refused(
@@ -269,7 +272,8 @@ class Agent:
 
         return drain_agent(self, str(header.get("dir") or self.options.drain_dir))
 
-    def _writable(self, header: dict[str, Any]) -> Entry:
+    def writable(self, header: dict[str, Any]) -> Entry:
+        """Returns the object a stream writes into; it must be open."""
         if "epoch" in header:
             self.store.fence(int(header["epoch"]))
         return self.store.get(str(header["oid"]), OPEN)
@@ -308,7 +312,7 @@ class Agent:
             return self._prepare(header, messages)
         if header.get("op") != "put":
             raise Refused("unimplemented", f"no stream '{header.get('op')}'")
-        entry, total = self._writable(header), 0
+        entry, total = self.writable(header), 0
         for message in messages:
             head, payload = wire.unpack(message)
             count = int(head["n"])
@@ -321,7 +325,7 @@ class Agent:
         return {"bytes": total}
 
     def _prepare(self, header: dict[str, Any], messages: Iterator[bytes]) -> dict[str, Any]:
-        entry, parts, total = self._writable(header), [], 0
+        entry, parts, total = self.writable(header), [], 0
         for message in messages:
             _, payload = wire.unpack(message)
             total += len(payload)

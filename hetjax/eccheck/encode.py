@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.eccheck import wire
+from hetjax.eccheck import bulk
 from hetjax.eccheck.layout import sole_writer
 from hetjax.eccheck.peer import Pool
-from hetjax.eccheck.sources import RemoteSource, blocks_per_message
+from hetjax.eccheck.sources import RemoteSource
 from hetjax.eccheck.store import Entry, Refused, Store
+from hetjax.eccheck.wire import blocks_per_message
 from hetjax.ir.errors import CheckpointError
 from hetjax.kernels.erasure import Code, block_sums, find_bad_blocks
 
@@ -35,25 +36,25 @@ class PutStream:
     """
 
     def __init__(self, peer: Any, oid: str, *, timeout_s: float, depth: int = 4):
-        self._queue: queue.Queue[bytes | None] = queue.Queue(depth)
+        self._queue: queue.Queue[tuple[bulk.Piece, Callable[[], None]] | None] = queue.Queue(depth)
         self._error: BaseException | None = None
         self._abandoned = False
 
-        def messages() -> Iterator[bytes]:
-            yield wire.pack({"op": "put", "oid": oid})
-            while (message := self._queue.get()) is not None and not self._abandoned:
-                yield message
+        def pieces() -> Iterator[bulk.Piece]:
+            while (item := self._queue.get()) is not None and not self._abandoned:
+                yield item[0]
+                item[1]()
 
         def run() -> None:
             try:
-                peer.put(messages(), timeout_s=timeout_s)
+                peer.put_blocks(oid, pieces(), timeout_s=timeout_s)
             except BaseException as error:
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="eccheck-put", daemon=True)
         self._thread.start()
 
-    def _offer(self, message: bytes | None) -> None:
+    def _offer(self, message: tuple[bulk.Piece, Callable[[], None]] | None) -> None:
         # Not a plain put: after a failure nobody empties the queue any more.
         while self._error is None:
             try:
@@ -63,13 +64,23 @@ class PutStream:
         self.abandon()
         raise self._error
 
-    def send(self, stripe: int, block: int, sums: np.ndarray, data: Any) -> None:
+    def send(
+        self, stripe: int, block: int, sums: np.ndarray, data: Any,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
         """Queues some blocks.
+
+        Args:
+          stripe: which.
+          block: the first.
+          sums: one a block.
+          data: their bytes; must not change before `done` is called.
+          done: called when they are sent.
 
         Raises:
           AgentError: the stream has failed.
         """
-        self._offer(wire.pack({"s": stripe, "b": block, "n": len(sums)}, sums.tobytes(), data))
+        self._offer(((stripe, block, sums, data), done))
 
     def close(self) -> None:
         """Ends the stream and waits until the agent has everything.
@@ -147,7 +158,7 @@ def encode_own_stripe(
             for row, out in enumerate(outs):
                 out_sums = block_sums(out, block_bytes)
                 if row:
-                    pushes[row].send(stripe, block, out_sums, out.data)
+                    pushes[row].send(stripe, block, out_sums, out.copy())  # the scratch is used again
                     count("sent", len(out))
                 else:
                     store.write(entry, stripe, block, out_sums, out.data)
@@ -163,13 +174,13 @@ def encode_own_stripe(
 
 
 def _next(
-    stream: Iterator[tuple[int, int, Any]], stripe: int, block: int, blocks: int, block_bytes: int,
+    stream: Iterator[tuple[int, int, np.ndarray, bool]], stripe: int, block: int, blocks: int, block_bytes: int,
     sums: np.ndarray, label: str,
 ) -> np.ndarray:
     got = next(stream, None)
     if got is None or got[:2] != (stripe, block) or len(got[2]) != blocks * block_bytes:
         raise CheckpointError(f"agent {label} sent other blocks than asked for")
-    data = np.frombuffer(got[2], np.uint8)
+    data = got[2]
     bad = find_bad_blocks(data, sums[block : block + blocks], block_bytes)
     if bad:
         raise Refused(

@@ -15,12 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from hetjax.eccheck.layout import Layout, place
-from hetjax.eccheck.sources import Run, Source, split_runs
+from hetjax.eccheck.sources import Source
+from hetjax.eccheck.wire import Run, split_runs
 from hetjax.ir.errors import CheckpointError
 from hetjax.kernels.erasure import combine, find_bad_blocks
 from hetjax.kernels.erasure.field import recovery_rows
 
 Deliver = Callable[[int, int, int, np.ndarray], None]  # position, stripe, first block, bytes
+# position, stripe, first block, bytes -> where just these bytes are wanted, if they lie together there
+Destination = Callable[[int, int, int, int], "np.ndarray | None"]
+
+
+def _nowhere(position: int, stripe: int, block: int, num_bytes: int) -> np.ndarray | None:
+    return None
 
 
 def mask_runs(mask: np.ndarray, stripe: int) -> list[Run]:
@@ -56,6 +63,7 @@ class GroupReader:
         self._sums: dict[int, list[np.ndarray]] = {}
         self._spared: dict[int, int] = {}  # stripe -> healthy position that is not read but rebuilt
         self._lock = threading.Lock()
+        self._destination = _nowhere
 
     def sums(self, position: int) -> list[np.ndarray]:
         """Returns the sums of a position's chunks by stripe, checked against the manifest.
@@ -92,18 +100,23 @@ class GroupReader:
         why = self.dead.get(position, "damaged")
         return f"{kind} at {self.layout.members[position]} ({why})"
 
-    def fetch(self, wanted: Mapping[tuple[int, int], np.ndarray], deliver: Deliver) -> None:
+    def fetch(
+        self, wanted: Mapping[tuple[int, int], np.ndarray], deliver: Deliver,
+        destination: Destination = _nowhere,
+    ) -> None:
         """Delivers blocks, rebuilt where necessary.
 
         Args:
           wanted: (position, stripe) -> mask over the chunk's stored blocks.
           deliver: called with (position, stripe, first block, bytes); it may be called again for
             the same blocks, and the last call is the right one.
+          destination: where blocks may be received or rebuilt in place, without a delivery.
 
         Raises:
           CheckpointError: more chunks of a stripe are lost than its parity covers; names them.
         """
         pending = {key: mask.copy() for key, mask in wanted.items() if mask.any()}
+        self._destination = destination
         while pending:
             before = sum(int(m.sum()) for m in pending.values())
             marks = len(self.dead) + len(self.bad)
@@ -196,10 +209,16 @@ class GroupReader:
                 for b in [b for q, s, b in self.bad if (q, s) == (p, stripe)]:
                     healthy[b] = False
                 runs += mask_runs(healthy, stripe)
+
+        def land(stripe: int, block: int, num_bytes: int) -> np.ndarray | None:
+            return self._destination(position, stripe, block, num_bytes)
+
         try:
-            for stripe, block, view in self.sources[position].read(runs, self.layout.block_bytes):
-                data = np.frombuffer(view, np.uint8)
-                deliver(position, stripe, block, data)
+            for stripe, block, data, landed in self.sources[position].read(
+                runs, self.layout.block_bytes, land
+            ):
+                if not landed:
+                    deliver(position, stripe, block, data)
                 count = len(data) // self.layout.block_bytes
                 if self._verify(position, stripe, block, data):
                     pending[position, stripe][block : block + count] = False
@@ -303,20 +322,28 @@ class GroupReader:
                 streams[position] = self.sources[position].read(cut, size)
         for _, block, count in split_runs(runs, size):
             present: dict[int, np.ndarray] = {}
+            in_place: list[bool] = []
             for position, stream in streams.items():
                 expected = min(count, self.placed.used_blocks[position][stripe] - block)
                 if expected <= 0:
                     continue
                 try:
-                    s, b, view = next(stream)
+                    s, b, piece, _ = next(stream)
                 except (CheckpointError, StopIteration) as error:
                     self._kill(position, error)
                     return
-                if (s, b) != (stripe, block) or len(view) != expected * size:
+                if (s, b) != (stripe, block) or len(piece) != expected * size:
                     self._kill(position, CheckpointError("sent other blocks than asked for"))
                     return
-                present[position] = np.frombuffer(view, np.uint8)
-            outs = [np.empty(count * size, np.uint8) for _ in targets]
+                present[position] = piece
+            outs = []
+            for position in targets:
+                whole = lost[position][block : block + count]
+                place_ = self._destination(
+                    position, stripe, block, count * size
+                ) if len(whole) == count and whole.all() else None
+                outs.append(np.empty(count * size, np.uint8) if place_ is None else place_)
+                in_place.append(place_ is not None)
             data, columns = [], []
             for column, position in enumerate(chosen):
                 if position in present:
@@ -339,11 +366,12 @@ class GroupReader:
                     mask[block : block + n] = False
             if not all(verified.values()):
                 return
-            for position, out in zip(targets, outs):
+            for position, out, there in zip(targets, outs, in_place):
                 mask = pending[position, stripe]
                 n = min(count, len(mask) - block)
                 wanted = lost[position][block : block + n]
                 for _, at, length in mask_runs(wanted, stripe):
-                    deliver(position, stripe, block + at, out[at * size : (at + length) * size])
+                    if not there:
+                        deliver(position, stripe, block + at, out[at * size : (at + length) * size])
                     self.rebuilt_bytes += length * size
                 mask[block : block + n][wanted] = False

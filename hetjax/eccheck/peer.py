@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,13 +12,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hetjax.eccheck import wire
+from hetjax.eccheck import bulk, wire
 from hetjax.eccheck.config import Config, Tls
 from hetjax.eccheck.wire import AgentError
 from hetjax.ir.errors import CheckpointError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_HELLO_S, _CONNECT_S = 10.0, 2.0
+_log = logging.getLogger("hetjax.eccheck")
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
@@ -59,7 +63,8 @@ class Peer:
     def __init__(self, address: str, credentials: Credentials):
         import grpc
 
-        self.address, self._grpc = address, grpc
+        self.address, self._grpc, self._credentials = address, grpc, credentials
+        self._bulk_port = -1  # not asked for yet; 0: everything by gRPC
         options = list(CHANNEL_OPTIONS)
         tls = credentials.tls
         if tls is None:
@@ -136,6 +141,69 @@ class Peer:
             raise self._error(error) from None
         finally:
             stream.cancel()
+
+    def _bulk(self, timeout_s: float) -> bulk.Line | None:
+        """Returns a connection for one transfer, or None where it has to go by gRPC."""
+        if self._credentials.tls is not None or self._bulk_port == 0:
+            return None
+        host = self.address.rpartition(":")[0].strip("[]")
+        for attempt in range(2):
+            if self._bulk_port < 0:
+                hello, _ = self.call("hello", timeout_s=min(timeout_s, _HELLO_S))
+                self._bulk_port = int(hello.get("bulk_port", 0))
+                if not self._bulk_port:
+                    return None
+            try:
+                return bulk.connect(
+                    host, self._bulk_port, self._credentials.job, self._credentials.token,
+                    connect_s=_CONNECT_S, timeout_s=timeout_s,
+                )
+            except OSError as error:
+                if attempt == 0:
+                    self._bulk_port = -1  # another agent may have taken the address: ask again
+                    continue
+                _log.warning(
+                    "agent %s: its port %d for bulk transfers cannot be reached (%s); they go by gRPC, "
+                    "which is slower", self.address, self._bulk_port, error,
+                )
+                self._bulk_port = 0
+        return None
+
+    def read_blocks(
+        self, oid: str, runs: Sequence[tuple[int, int, int]], block_bytes: int, *,
+        timeout_s: float, land: bulk.Land | None = None,
+    ) -> Iterator[tuple[int, int, np.ndarray, bool]]:
+        """Yields blocks as `bulk.read_blocks` does.
+
+        Raises:
+          AgentError: as `call`, also in the middle.
+        """
+        line = self._bulk(timeout_s)
+        if line is not None:
+            yield from bulk.read_blocks(
+                line, self.address, oid, runs, block_bytes, timeout_s=timeout_s, land=land)
+            return
+        stream = self.get("read", oid=oid, runs=[list(r) for r in runs], timeout_s=timeout_s)
+        for header, payload in stream:
+            yield int(header["s"]), int(header["b"]), np.frombuffer(payload, np.uint8), False
+
+    def put_blocks(self, oid: str, pieces: Iterable[bulk.Piece], *, timeout_s: float) -> None:
+        """Sends blocks and waits until the agent has them.
+
+        Raises:
+          AgentError: as `call`.
+        """
+        line = self._bulk(timeout_s)
+        if line is not None:
+            bulk.put_blocks(line, self.address, oid, pieces, timeout_s=timeout_s)
+            return
+
+        def messages() -> Iterator[bytes]:
+            yield wire.pack({"op": "put", "oid": oid})
+            for stripe, block, sums, data in pieces:
+                yield wire.pack({"s": stripe, "b": block, "n": len(sums)}, sums.tobytes(), data)
+
+        self.put(messages(), timeout_s=timeout_s)
 
     def blob(self, op: str, *, timeout_s: float, limit_bytes: int, **fields: Any) -> bytes:
         """Returns the joined payload of a stream.

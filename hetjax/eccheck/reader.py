@@ -351,4 +351,17 @@ class ObjectReader:
                 if a < b:
                     np.copyto(out[a - low : b - low], data[a - start : b - start])
 
-        reader.fetch(wanted, deliver)
+        def destination(
+            position: int, stripe: int, block: int, num_bytes: int
+        ) -> np.ndarray | None:
+            lists = pieces.get((position, stripe), [])
+            start, stop = block * size, block * size + num_bytes
+            at = bisect.bisect_right(ends[position, stripe], start) if lists else 0
+            if at == len(lists):
+                return None
+            low, high, out = lists[at]
+            # Just one range may want it: a second would have to be copied to.
+            alone = at + 1 == len(lists) or lists[at + 1][0] >= stop
+            return out[start - low : stop - low] if low <= start and stop <= high and alone else None
+
+        reader.fetch(wanted, deliver, destination)

@@ -15,6 +15,7 @@ from typing import Any
 
 from hetjax.eccheck import wire
 from hetjax.eccheck.agent import Agent, AgentOptions
+from hetjax.eccheck.bulk import serve_bulk
 from hetjax.eccheck.peer import CHANNEL_OPTIONS
 from hetjax.eccheck.store import Refused
 from hetjax.ir.errors import CheckpointError
@@ -109,6 +110,8 @@ def serve(agent: Agent) -> Any:
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot listen on {agent.options.listen}: {error}") from error
     agent.address = f"{host}:{port}"
+    if tls is None:
+        agent.bulk_port = serve_bulk(agent, host, agent.options.bulk_port)
     if agent.options.socket:
         _serve_local(agent, agent.options.socket)
     server.start()

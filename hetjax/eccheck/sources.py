@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hetjax.eccheck import wire
+from hetjax.eccheck.bulk import Land
 from hetjax.eccheck.peer import Peer
-
-Run = tuple[int, int, int]  # stripe, first block, number of blocks
+from hetjax.eccheck.wire import Run, split_runs
 
 
 class Source(Protocol):
@@ -22,28 +21,19 @@ class Source(Protocol):
 
     label: str
 
-    def read(self, runs: Sequence[Run], block_bytes: int) -> Iterator[tuple[int, int, Any]]:
-        """Yields (stripe, first block, bytes) of whole blocks, covering the runs in order."""
+    def read(
+        self, runs: Sequence[Run], block_bytes: int, land: Land | None = None
+    ) -> Iterator[tuple[int, int, np.ndarray, bool]]:
+        """Yields (stripe, first block, bytes, landed) of whole blocks, covering the runs in order.
+
+        The bytes may be overwritten when the next are asked for. `land` may give the place where a
+        piece is wanted; `landed` says that it lies there.
+        """
         ...
 
     def sums(self, first: int, last: int) -> np.ndarray:
         """Returns the sums of the blocks of stripes first..last-1 as the holder knows them, uint64."""
         ...
-
-
-def blocks_per_message(block_bytes: int) -> int:
-    """Returns how many blocks travel together."""
-    return max(1, wire.PAYLOAD_BYTES // block_bytes)
-
-
-def split_runs(runs: Sequence[Run], block_bytes: int) -> Iterator[Run]:
-    """Yields the runs in pieces of one message; pieces of equal stripes begin at equal blocks."""
-    per = blocks_per_message(block_bytes)
-    for stripe, block, count in runs:
-        while count > 0:
-            piece = min(count, per - block % per)
-            yield stripe, block, piece
-            block, count = block + piece, count - piece
 
 
 class RemoteSource:
@@ -58,13 +48,13 @@ class RemoteSource:
     def __init__(self, peer: Peer, oid: str, timeout_of: Any):
         self.peer, self.oid, self.timeout_of, self.label = peer, oid, timeout_of, peer.address
 
-    def read(self, runs: Sequence[Run], block_bytes: int) -> Iterator[tuple[int, int, Any]]:
+    def read(
+        self, runs: Sequence[Run], block_bytes: int, land: Land | None = None
+    ) -> Iterator[tuple[int, int, np.ndarray, bool]]:
         total = sum(count for _, _, count in runs) * block_bytes
-        stream = self.peer.get(
-            "read", oid=self.oid, runs=[list(r) for r in runs], timeout_s=self.timeout_of(total)
+        return self.peer.read_blocks(
+            self.oid, runs, block_bytes, timeout_s=self.timeout_of(total), land=land
         )
-        for header, payload in stream:
-            yield int(header["s"]), int(header["b"]), payload
 
     def sums(self, first: int, last: int) -> np.ndarray:
         return self.peer.sums(self.oid, first, last, timeout_s=self.timeout_of(0))
@@ -83,10 +73,12 @@ class MappedSource:
     def __init__(self, data: np.ndarray, chunk_offsets: Sequence[int], sums_of: Any, label: str):
         self.data, self.chunk_offsets, self.sums_of, self.label = data, chunk_offsets, sums_of, label
 
-    def read(self, runs: Sequence[Run], block_bytes: int) -> Iterator[tuple[int, int, Any]]:
+    def read(
+        self, runs: Sequence[Run], block_bytes: int, land: Land | None = None
+    ) -> Iterator[tuple[int, int, np.ndarray, bool]]:
         for stripe, block, count in split_runs(runs, block_bytes):
             start = self.chunk_offsets[stripe] + block * block_bytes
-            yield stripe, block, self.data[start : start + count * block_bytes].data
+            yield stripe, block, self.data[start : start + count * block_bytes], False
 
     def sums(self, first: int, last: int) -> np.ndarray:
         return self.sums_of(first, last)

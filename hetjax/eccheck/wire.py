@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hetjax.ir.errors import CheckpointError
@@ -31,6 +32,7 @@ PAYLOAD_BYTES = 2 << 20
 MAX_MESSAGE_BYTES = 32 << 20
 _HEADER_LIMIT = 8 << 20
 _LENGTH = struct.Struct("<I")
+Run = tuple[int, int, int]  # stripe, first block, number of blocks
 
 
 class AgentError(CheckpointError):
@@ -76,3 +78,18 @@ def unpack(message: bytes) -> tuple[dict[str, Any], memoryview]:
     if not isinstance(header, dict):
         raise CheckpointError("a header is not a JSON object")
     return header, view[_LENGTH.size + length :]
+
+
+def blocks_per_message(block_bytes: int) -> int:
+    """Returns how many blocks travel together."""
+    return max(1, PAYLOAD_BYTES // block_bytes)
+
+
+def split_runs(runs: Sequence[Run], block_bytes: int) -> Iterator[Run]:
+    """Yields the runs in pieces of one message; pieces of equal stripes begin at equal blocks."""
+    per = blocks_per_message(block_bytes)
+    for stripe, block, count in runs:
+        while count > 0:
+            piece = min(count, per - block % per)
+            yield stripe, block, piece
+            block, count = block + piece, count - piece

@@ -10,10 +10,11 @@ agents that still answer: fewer members, declared in the result and in a warning
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,7 @@ from hetjax.eccheck.encode import PutStream
 from hetjax.eccheck.layout import Layout, form_groups, pick_block_bytes, place, sole_writer
 from hetjax.eccheck.manifest import Manifest, digest_of
 from hetjax.eccheck.snapshot import Snapshot, merge_leaves
-from hetjax.eccheck.sources import blocks_per_message
-from hetjax.eccheck.wire import AgentError
+from hetjax.eccheck.wire import AgentError, blocks_per_message
 from hetjax.ir.errors import CheckpointError
 from hetjax.kernels.erasure import block_sums, combine
 from hetjax.kernels.erasure.field import generator
@@ -380,11 +380,24 @@ def write_bytes(client: Client, snapshot: Snapshot, writer: int, plan: Mapping[s
     sealed_sums: list[np.ndarray] = []
     per = blocks_per_message(size)
 
-    def store(position: int, stripe: int, block: int, sums: np.ndarray, data: np.ndarray) -> None:
-        if position == home and local is not None and offsets is not None:
-            start = offsets[stripe] + block * size
-            np.copyto(local.bytes[start : start + len(data)], data)
-            local.bytes[start + len(data) : start + len(sums) * size] = 0
+    spare: list[np.ndarray] = []  # memory of parity that has been sent: fresh pages cost more than the code
+
+    def in_place(position: int, stripe: int, block: int, num_bytes: int) -> np.ndarray | None:
+        """Returns the own agent's memory for some blocks, where they belong there."""
+        if position != home or local is None or offsets is None:
+            return None
+        start = offsets[stripe] + block * size
+        return local.bytes[start : start + num_bytes]
+
+    def store(
+        position: int, stripe: int, block: int, sums: np.ndarray, data: np.ndarray,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        target = in_place(position, stripe, block, len(sums) * size)
+        if target is not None:
+            if target.ctypes.data != data.ctypes.data:
+                np.copyto(target[: len(data)], data)
+                target[len(data) :] = 0
             sealed.append([stripe, block, len(sums)])
             sealed_sums.append(sums)
             client.local_bytes += len(data)
@@ -396,7 +409,7 @@ def write_bytes(client: Client, snapshot: Snapshot, writer: int, plan: Mapping[s
                 client.pool.peer(layout.members[position]), plan["oid"],
                 timeout_s=client.config.bulk_timeout_s(expected * layout.n),
             )
-        streams[position].send(stripe, block, sums, data.data)
+        streams[position].send(stripe, block, sums, data, done)
         client.sent_bytes += len(data)
 
     def padded_sums(data: np.ndarray, blocks: int) -> np.ndarray:
@@ -435,11 +448,17 @@ def write_bytes(client: Client, snapshot: Snapshot, writer: int, plan: Mapping[s
                             whole = columns.setdefault(role, np.zeros(blocks * size, np.uint8))
                             whole[(low - block) * size :][: len(data)] = data
                 if sole:
-                    parity = [np.empty(blocks * size, np.uint8) for _ in range(layout.m)]
+                    holders = [layout.holder(layout.k + row, stripe) for row in range(layout.m)]
+                    parity, used = [], []
+                    for position in holders:
+                        out = in_place(position, stripe, block, blocks * size)
+                        used.append(None if out is not None else spare.pop() if spare
+                                    else np.empty(per * size, np.uint8))
+                        parity.append(used[-1][: blocks * size] if out is None else out)
                     combine(rows[:, list(columns)], list(columns.values()), parity)
-                    for row, out in enumerate(parity):
-                        position = layout.holder(layout.k + row, stripe)
-                        store(position, stripe, block, block_sums(out, size), out)
+                    for position, out, base in zip(holders, parity, used):
+                        store(position, stripe, block, block_sums(out, size), out,
+                              (lambda: None) if base is None else functools.partial(spare.append, base))
         for stream in streams.values():
             stream.close()
     except BaseException:
