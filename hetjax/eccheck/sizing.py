@@ -125,27 +125,45 @@ def wasted_fraction(stall_s: float, interval_s: float, mtbf_s: float, recovery_s
     return stall_s / interval_s + (interval_s / 2 + recovery_s) / mtbf_s
 
 
+@dataclass(frozen=True)
+class SaveTier:
+    """One place that saves go to.
+
+    Attributes:
+      interval_s: from the beginning of a save to that of the next.
+      stall_s: how long each keeps the training waiting.
+      complete_s: from its beginning until it can be restored.
+      recovery_s: time of a restore.
+    """
+
+    interval_s: float
+    stall_s: float
+    complete_s: float
+    recovery_s: float
+
+    def lost_s(self, now_s: float) -> float:
+        """Returns the work lost by a failure at this time: all since the newest complete save began."""
+        return (now_s - self.complete_s) % self.interval_s + self.complete_s
+
+
 def replay_trace(
     *, hosts: int, groups: Sequence[tuple[int, int]], mtbf_s: float, duration_s: float,
-    interval_s: float, stall_s: float, recovery_s: float, disk_interval_s: float,
-    disk_recovery_s: float, burst: float = 0.0, seed: int = 0,
+    disk: SaveTier, memory: SaveTier | None = None, burst: float = 0.0, seed: int = 0,
 ) -> float:
     """Returns the fraction of time wasted over a seeded trace of failures.
 
     Failures come as a Poisson process; each takes one host, and with probability `burst` a second,
-    third, ... one more. If every group can rebuild, work since the last save to memory is lost;
-    otherwise work since the last save to disk. `groups=()` stands for a job without memory tier.
+    third, ... one more. If there is a memory tier and every group can rebuild, work since the last
+    complete save to memory is lost; otherwise that since the last to disk. Stalls of both tiers
+    count. The time to notice a failure and to start again is the same for all and is not in it.
 
     Args:
       hosts: number of hosts; members of a group stand next to each other.
-      groups: (members, losses survived).
+      groups: (members, losses survived), of the memory tier.
       mtbf_s: mean time between failures of the job.
       duration_s: length of the trace.
-      interval_s: between saves to memory; each stalls stall_s.
-      stall_s: of one save.
-      recovery_s: from memory.
-      disk_interval_s: between saves to disk.
-      disk_recovery_s: from disk.
+      disk: saves to disk.
+      memory: saves to memory, or None for disk alone.
       burst: probability that a failure takes one host more, again and again.
       seed: of the trace.
     """
@@ -159,13 +177,13 @@ def replay_trace(
         while draw.random() < burst and count < hosts:
             count += 1
         lost = draw.sample(range(hosts), count)
-        start, survived = 0, bool(groups)
+        start, survived = 0, memory is not None
         for members, m in groups:
             survived &= sum(start <= h < start + members for h in lost) <= m
             start += members
-        if survived:
-            wasted += now % interval_s + recovery_s
-        else:
-            wasted += now % disk_interval_s + disk_recovery_s
-    wasted += stall_s * (duration_s / (interval_s if groups else disk_interval_s))
+        tier = memory if memory is not None and survived else disk
+        wasted += tier.lost_s(now) + tier.recovery_s
+    for tier in (disk, memory):
+        if tier is not None:
+            wasted += tier.stall_s * duration_s / tier.interval_s
     return wasted / duration_s

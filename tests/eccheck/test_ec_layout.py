@@ -158,18 +158,26 @@ def test_published_recovery_values():
 
 
 def test_replayed_trace_agrees_with_the_closed_form():
+    memory = sizing.SaveTier(interval_s=60, stall_s=0.1, complete_s=4, recovery_s=5)
+    never = sizing.SaveTier(interval_s=1e9, stall_s=0, complete_s=0, recovery_s=0)
+    disk = sizing.SaveTier(interval_s=1800, stall_s=0.1, complete_s=30, recovery_s=120)
+    trace = dict(hosts=16, mtbf_s=3600, duration_s=3e7, seed=3)
     groups = [(4, 2)] * 4
-    waste = sizing.replay_trace(
-        hosts=16, groups=groups, mtbf_s=3600, duration_s=3e7, interval_s=60, stall_s=0.1,
-        recovery_s=5, disk_interval_s=1800, disk_recovery_s=120, seed=3,
-    )
-    assert waste == pytest.approx(sizing.wasted_fraction(0.1, 60, 3600, 5), rel=0.05)
+    waste = sizing.replay_trace(groups=groups, disk=never, memory=memory, **trace)
+    # A failure loses what came since the newest complete save: half an interval and the save itself.
+    assert waste == pytest.approx(sizing.wasted_fraction(0.1, 60, 3600, 5 + 4), rel=0.05)
     assert sizing.best_interval_s(0.1, 3600) == pytest.approx(math.sqrt(2 * 0.1 * 3600))
-    disk_only = sizing.replay_trace(
-        hosts=16, groups=(), mtbf_s=3600, duration_s=3e7, interval_s=60, stall_s=0.1,
-        recovery_s=5, disk_interval_s=1800, disk_recovery_s=120, seed=3,
-    )
-    assert disk_only > 10 * waste
+    disk_only = sizing.replay_trace(groups=(), disk=disk, **trace)
+    assert disk_only == pytest.approx(sizing.wasted_fraction(0.1, 1800, 3600, 120 + 30), rel=0.05)
+    both = sizing.replay_trace(groups=groups, disk=disk, memory=memory, **trace)
+    assert both == pytest.approx(waste + 0.1 / 1800, rel=1e-3)  # single losses are survived
+    bursts = sizing.replay_trace(groups=groups, disk=disk, memory=memory, burst=0.5, **trace)
+    assert waste < bursts < disk_only
+
+
+def test_work_is_lost_back_to_the_newest_complete_save():
+    tier = sizing.SaveTier(interval_s=10, stall_s=0, complete_s=3, recovery_s=0)
+    assert [tier.lost_s(t) for t in (22.9, 23.0, 29.0, 32.0)] == pytest.approx([12.9, 3, 9, 12])
 
 
 @pytest.mark.quick
