@@ -119,13 +119,17 @@ def peak_in_flight(tasks: Sequence[Sequence[Task]]) -> tuple[int, ...]:
 
 
 def dependencies(tasks: Sequence[Sequence[Task]]) -> dict[Node, list[Node]]:
-    """Returns what each task waits for, its predecessor in the list first."""
-    at: dict[tuple[str, int, int | None], Node] = {}
+    """Returns what each task waits for, its predecessor in the list first.
+
+    Lists with sends say themselves what crosses between stages; in others, activations and gradients
+    cross every boundary.
+    """
+    at: dict[tuple[str, int, int | None], list[Node]] = {}
     sends: dict[tuple[str, int | None], Node] = {}
     for device, items in enumerate(tasks):
         for position, task in enumerate(items):
             if task.kind in _COMPUTE:
-                at[task.kind, task.stage, task.microbatch] = (device, position)
+                at.setdefault((task.kind, task.stage, task.microbatch), []).append((device, position))
             elif task.kind == "send":
                 sends[task.work, task.microbatch] = (device, position)
     last = max((key[1] for key in at), default=-1)
@@ -133,21 +137,24 @@ def dependencies(tasks: Sequence[Sequence[Task]]) -> dict[Node, list[Node]]:
     for device, items in enumerate(tasks):
         for position, task in enumerate(items):
             found = [(device, position - 1)] if position else []
-            found += [at[key] for key in _needs(task, last) if key in at]
+            for key in _needs(task, last, crossing=not sends):
+                nodes = at.get(key, [])
+                if len(nodes) == 1:  # a step that takes several gradients has a forward for each
+                    found += nodes
             if task.kind == "recv" and (task.work, task.microbatch) in sends:
                 found.append(sends[task.work, task.microbatch])
             waits[device, position] = found
     return waits
 
 
-def _needs(task: Task, last: int) -> list[tuple[str, int, int | None]]:
+def _needs(task: Task, last: int, crossing: bool) -> list[tuple[str, int, int | None]]:
     """Returns the tasks whose results this one reads; of B and I only the one present will match."""
     s, i = task.stage, task.microbatch
     if task.kind == "F":
-        return [("F", s - 1, i)] if s else []
+        return [("F", s - 1, i)] if s and crossing else []
     if task.kind in ("B", "I"):
         own = [("F", s, i)]
-        return own if s == last else [*own, ("B", s + 1, i), ("I", s + 1, i)]
+        return own if s == last or not crossing else [*own, ("B", s + 1, i), ("I", s + 1, i)]
     if task.kind == "W":
         return [("I", s, i)]
     return []
