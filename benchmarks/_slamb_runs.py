@@ -7,6 +7,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks._slamb_arms import Arm
@@ -25,7 +26,7 @@ class Runs:
     path: pathlib.Path | None = None
     deadline_s: float = float("inf")
     known: dict[tuple, dict] = field(default_factory=dict)
-    _trainers: dict[tuple, object] = field(default_factory=dict)
+    _trainers: dict[tuple, Callable[..., tuple]] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.path and self.path.exists():
@@ -58,19 +59,23 @@ class Runs:
 
     def tuned(
         self, task: Task, arm: Arm, steps: int, workers: int, figure: str, *, least: bool,
-        seeds=(0, 1, 2), rates=None,
+        seeds=(0, 1, 2), rates=None, tune_seeds=None,
     ) -> tuple[float, list[dict]] | None:
-        """The best learning rate on the first seed, and the figures of every seed with it."""
-        of_rate = {}
+        """The best learning rate, and the figures of every seed with it.
+
+        Best is the mean over `tune_seeds`; None takes all seeds, which costs more and does not pick
+        a rate for its luck with one.
+        """
+        of_rate: dict[float, float] = {}
         for rate in rates or arm.learning_rates:
-            got = self.one(task, arm, steps, workers, rate, seeds[0])
-            if got is None:
+            got = [self.one(task, arm, steps, workers, rate, seed) for seed in tune_seeds or seeds]
+            if None in got:
                 return None
-            value = got[figure]
+            value = statistics.mean(r[figure] for r in got if r is not None)
             of_rate[rate] = (value if least else -value) if value == value else float("inf")
-        best = min(of_rate, key=of_rate.__getitem__)
+        best = min(of_rate, key=lambda rate: of_rate[rate])
         results = [self.one(task, arm, steps, workers, best, seed) for seed in seeds]
-        return None if None in results else (best, results)
+        return None if None in results else (best, [r for r in results if r is not None])
 
 
 def mean_deviation(results: list[dict], figure: str) -> tuple[float, float]:

@@ -29,6 +29,7 @@ def figures(task_name, arm_name, seeds, rate):
     return np.mean([float(task.measure(train(rate, seed)[0])[figure]) for seed in range(seeds)])
 
 
+@pytest.mark.nightly
 def test_digits_after_sixty_steps_are_within_half_a_point_of_lamb():
     pytest.importorskip("sklearn")
     lamb = figures("digits", "lamb", 3, 0.02)

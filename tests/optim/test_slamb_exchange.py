@@ -87,8 +87,10 @@ def lower(tx, average=None, worker_axis=True):
 
 
 @pytest.mark.parametrize("ratio,vote,step_bytes", [
-    (0.1, False, 870_012), (0.1, True, 870_016), (0.5, False, 4_251_648), (1.0, False, 8_478_720),
-    (0.05, False, 447_312)])
+    (0.1, False, 870_012), (0.1, True, 870_016),
+    pytest.param(0.5, False, 4_251_648, marks=pytest.mark.nightly),
+    pytest.param(1.0, False, 8_478_720, marks=pytest.mark.nightly),
+    pytest.param(0.05, False, 447_312, marks=pytest.mark.nightly)])
 def test_one_step_is_one_all_reduce_of_the_formulas_bytes(ratio, vote, step_bytes):
     lowered = lower(slamb(1e-3, AXIS, compress_ratio=ratio, weight_decay=0.01, finite_vote=vote))
     expected = slamb_bytes(SHAPES, compress_ratio=ratio, finite_vote=vote)
@@ -125,7 +127,8 @@ def test_averaging_when_due_is_a_branch_of_the_same_program():
     assert text.index("stablehlo.case") < text.rindex("stablehlo.all_reduce")
 
 
-@pytest.mark.parametrize("dtype,name", [(jnp.bfloat16, "bf16"), (jnp.float16, "f16")])
+@pytest.mark.parametrize("dtype,name", [
+    (jnp.bfloat16, "bf16"), pytest.param(jnp.float16, "f16", marks=pytest.mark.nightly)])
 def test_a_half_size_payload_halves_the_bytes(dtype, name):
     (only,) = collectives_in(lower(slamb(1e-3, AXIS, comm_dtype=dtype)).as_text())
     assert only == Collective("all-reduce", 870_016 // 2, (f"{name}[217504]",))
@@ -207,7 +210,8 @@ def one_bad_worker(tx, poison, steps=4, bad_step=3, value=jnp.nan):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("value", [
+    jnp.nan, pytest.param(jnp.inf, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("ratio,compensation", [
     (0.1, "local"), (((0, 0.5), (2, 0.1)), "held"),
     pytest.param(0.1, "held", marks=pytest.mark.nightly)])

@@ -79,7 +79,9 @@ def test_takes_extra_arguments_and_does_not_compile_twice():
     assert not log.messages
 
 
-@pytest.mark.parametrize("problem", [parabola, rosenbrock, matrix_parabola, mixed])
+@pytest.mark.parametrize("problem", [
+    rosenbrock, mixed, pytest.param(parabola, marks=pytest.mark.nightly),
+    pytest.param(matrix_parabola, marks=pytest.mark.nightly)])
 def test_converges(problem):
     params, target, objective = problem()
     tx = slamb(1e-3, min_size=0)
@@ -155,7 +157,9 @@ def test_multi_steps_counts_real_steps_only(dtype):
         assert int(state.inner_opt_state[0].count) == t // 4
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [
+    jnp.bfloat16, jnp.float32, pytest.param(jnp.float16, marks=pytest.mark.nightly),
+    pytest.param(jnp.float64, marks=pytest.mark.nightly)])
 def test_state_has_one_shape_and_dtype_under_cond(dtype):
     with jax.enable_x64(dtype == jnp.float64):
         params, _, objective = parabola(dtype)

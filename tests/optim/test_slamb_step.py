@@ -255,7 +255,9 @@ def test_matches_the_equations_in_numpy(name, compensation):
             np.testing.assert_allclose(state[0].nu[k][i], v[i][k], atol=1e-6)
 
 
-@pytest.mark.parametrize("b1,b2", [(0.9, 0.999), (0.5, 0.9), (0.0, 0.99)])
+@pytest.mark.parametrize("b1,b2", [
+    (0.9, 0.999), pytest.param(0.5, 0.9, marks=pytest.mark.nightly),
+    pytest.param(0.0, 0.99, marks=pytest.mark.nightly)])
 def test_no_sequence_of_gradients_reaches_the_bound_on_the_direction(b1, b2):
     """Against the gradients that come nearest: growing by b2 / b1 a step (Cauchy-Schwarz's equality)."""
     growth = b2 / max(b1, 0.05)
@@ -435,6 +437,7 @@ def test_held_keeps_each_workers_own_moment_and_shares_what_was_sent(params):
     assert np.any(nu[:, ~sent] != nu[:1, ~sent])
 
 
+@pytest.mark.nightly
 def test_held_workers_stay_together_where_local_ones_part(params):
     apart = {c: spread(run(slamb(0.01, AXIS, min_size=0, compensation=c, nu_ratio=0.1), params, gradient(8), 30,
                            8)[0]) for c in ("held", "local")}

@@ -128,6 +128,7 @@ def test_reading_averages_and_metrics_are_of_the_whole_batch():
     assert "TrainState of 8 workers" in repr(state)
 
 
+@pytest.mark.nightly
 def test_it_trains():
     step, state = eight(), new_state()
     for t in range(1, 61):
