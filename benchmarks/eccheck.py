@@ -341,56 +341,49 @@ def arm_figures(state_mib: int, rounds: int) -> Iterator[Figure]:
         share = nbytes / rest["2+2"] / rate  # a quarter of the bytes lies in the own agent
         yield figure("2+2: restore rate over the transport's", share, "x", *bound(">= 0.6", share >= 0.6))
     copies = {}
-    yield from _copies_figures(state, nbytes, rounds, copies)
+    yield from _copies_figures(state, abstract, rounds, copies)
     yield from waste.waste_figures(
         waste.Measured(block["orbax disk"], saves["orbax disk"], rest["orbax disk"]),
         waste.Measured(copies["blocked"], copies["save"], copies["degraded"]),
         waste.Measured(block["2+2"], saves["2+2"], rest2["2+2"]))
 
 
-def clear_live(client: Any, addresses: list[str]) -> None:
-    """Frees all objects of the agents that still answer."""
-    from hetjax.ir.errors import CheckpointError
-
-    for address in addresses:
-        with contextlib.suppress(CheckpointError):
-            held, _ = client.pool.peer(address).call("list", timeout_s=10)
-            client.pool.peer(address).call(
-                "drop", oids=[o["oid"] for o in held["objects"]], timeout_s=10)
-
-
 def _copies_figures(
-    state: Any, nbytes: int, rounds: int, medians: dict[str, float]
+    state: Any, abstract: Any, rounds: int, medians: dict[str, float]
 ) -> Iterator[Figure]:
-    """Two copies through the same agents: each byte on two of four hosts. Leaves its medians."""
+    """Two copies through the same agents and orbax's manager, as the other arms. Leaves its medians.
+
+    Two agents hold what four would: each byte is on two hosts.
+    """
     import jax
+    import orbax.checkpoint as ocp
 
-    from hetjax.eccheck import Config
-    from hetjax.eccheck.client import Client
-    from hetjax.eccheck.reader import ObjectReader, survey
-    from hetjax.eccheck.snapshot import take
-    from hetjax.eccheck.trees import restore_tree
-    from hetjax.eccheck.writer import Request, save_object
+    from hetjax.eccheck import Config, handler_registry
+    from hetjax.eccheck.tier import tier_of
 
-    with agents(2, int(nbytes * 1.03) // 2 + MIB) as (processes, addresses, socket):
-        # One version at a time: two agents hold what four would.
-        client = Client(Config(agents=tuple(addresses), socket=socket, k=1, m=1, rpc_timeout_s=2.0))
-        client.local()
+    nbytes = sum(x.nbytes for x in state.values())
+    folder = tempfile.mkdtemp(prefix="ecb")
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, True)
+        processes, addresses, socket = stack.enter_context(agents(2, int(nbytes * 1.03) + MIB))
+        config = Config(agents=tuple(addresses), socket=socket, k=1, m=1)
+        tier_of(config).client.local()
+        manager = stack.enter_context(ocp.CheckpointManager(
+            folder, options=ocp.CheckpointManagerOptions(max_to_keep=1),
+            handler_registry=handler_registry(config)))
         times: dict[str, list[float]] = {"blocked": [], "save": [], "restore": [], "degraded": []}
 
         def restore() -> None:
-            found = survey(client).found[0]
-            jax.block_until_ready(restore_tree(ObjectReader(client, found), None, None))
+            jax.block_until_ready(manager.restore(step, args=ocp.args.StandardRestore(abstract)))
 
         for step in range(rounds + 1):
-            clear_live(client, addresses)
             start = time.perf_counter()
-            snapshot = take(state)
+            manager.save(step, args=ocp.args.StandardSave(state))
             times["blocked"].append(time.perf_counter() - start)
-            save_object(client, snapshot, Request("copies", step))
+            manager.wait_until_finished()
             times["save"].append(time.perf_counter() - start)
             times["restore"].append(seconds(restore))
-        held = survey(client).found[0].num_bytes
+        held = next(f for f in tier_of(config).survey().found if f.step == step).num_bytes
         kill(processes[1])
         for _ in range(rounds + 1):
             times["degraded"].append(seconds(restore))
@@ -400,7 +393,6 @@ def _copies_figures(
         yield figure("2 copies: restore", medians["restore"], "s")
         yield figure("2 copies: restore, one agent dead", medians["degraded"], "s")
         yield figure("2 copies: agent memory of a version over the state", held / nbytes, "x")
-        client.close()
 
 
 def main() -> None:
