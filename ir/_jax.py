@@ -17,6 +17,7 @@ from jax._src import (
 from jax._src import (
     core as _core,  # DropVar and effects; jax.extend.core has no constructor for the first
 )
+from jax._src import monitoring as _monitoring  # to take one listener away again
 from jax._src import source_info_util as _siu  # user's file:line and the name stack of an equation
 from jax._src.interpreters import (
     mlir as _mlir,  # lowering rules: the only table of primitives by name
@@ -324,6 +325,18 @@ def entry_function(module: Any) -> Any:
         op for op in module.body.operations
         if op.operation.name == "func.func" and "main" in str(op.operation.attributes["sym_name"])
     )
+
+
+@contextlib.contextmanager
+def listening(note: Callable[..., None]) -> Iterator[None]:
+    """Calls `note` with each event that JAX counts, in the thread it happens in, for as long as this is open."""
+    # Listeners can be registered publicly, but only be taken away all together, by anyone.
+    jax.monitoring.register_event_listener(note)
+    try:
+        yield
+    finally:
+        if note in _monitoring.get_event_listeners():
+            _monitoring.unregister_event_listener(note)
 
 
 def local_settings() -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from hetjax.ir.exporter import to_jax_aval
 from hetjax.ir.fingerprint import Opaque, digest, plain
 from hetjax.ir.graph import Aval, Op
 from hetjax.ir.program import Fragment, Program, Spec
-from hetjax.runtime.executable_store import ExecutableStore, watch_jaxs_cache, worth_keeping
+from hetjax.runtime.executable_store import ExecutableStore, count_cache_hits, worth_keeping
 from hetjax.runtime.fragment_function import FragmentFunction, fragment_function
 from hetjax.runtime.meshes import jax_mesh, named_sharding
 
@@ -118,7 +118,10 @@ def _compile_all(
             progress(job.name, len(compiled), len(jobs))
 
     workers = max(1, min(4, os.cpu_count() or 1))
-    with warnings.catch_warnings(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with (
+        warnings.catch_warnings(), count_cache_hits() as hits,
+        concurrent.futures.ThreadPoolExecutor(workers) as pool,
+    ):
         # A donated buffer that XLA cannot reuse is no fault of the user's.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         running = {}
@@ -131,7 +134,7 @@ def _compile_all(
                 have(job, found)
             else:
                 # One is lowered while those before it are compiled, which leaves the interpreter free.
-                running[pool.submit(_compile, job.name, job.lower())] = job
+                running[pool.submit(_compile, job.name, job.lower(), hits)] = job
         for done in concurrent.futures.as_completed(running):
             executable, is_fresh = done.result()
             have(running[done], executable)
@@ -215,12 +218,12 @@ def _full(aval: Aval, spec: Spec) -> Spec:
     return spec if len(spec) == aval.ndim else ((),) * aval.ndim
 
 
-def _compile(name: str, lowered: Any) -> tuple[Any, bool]:
+def _compile(name: str, lowered: Any, hits: Callable[[], int]) -> tuple[Any, bool]:
     """Returns an executable, and whether it was compiled now, not found in JAX's cache."""
+    before = hits()
     try:
-        with watch_jaxs_cache() as served:
-            executable = lowered.compile()
-        return executable, not served[0]
+        executable = lowered.compile()
+        return executable, hits() == before
     except Exception as error:
         raise LoweringError(f"{name} cannot be compiled: {error}") from error
 

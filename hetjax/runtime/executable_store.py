@@ -15,7 +15,7 @@ import os
 import platform
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,34 +116,21 @@ def _processor() -> str:
 
 # ---------------------------------------------------------------------------- fresh or from JAX's cache
 
-_seen = threading.local()
-
-
-@functools.cache
-def _listen() -> None:
-    import jax
-
-    def note(event: str, **_: Any) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            _seen.hits = getattr(_seen, "hits", 0) + 1
-
-    jax.monitoring.register_event_listener(note)
-
-
 @contextlib.contextmanager
-def watch_jaxs_cache() -> Iterator[list[bool]]:
-    """Gives a list that holds, afterwards, whether JAX's cache served a compilation of this thread.
+def count_cache_hits() -> Iterator[Callable[[], int]]:
+    """Gives a function that tells how many compilations of its thread JAX's cache has served meanwhile.
 
     An executable from there cannot be serialised once more on the CPU backend: it loads, and then
     misses its functions when it is called.
     """
-    _listen()
-    before = getattr(_seen, "hits", 0)
-    served: list[bool] = []
-    try:
-        yield served
-    finally:
-        served.append(getattr(_seen, "hits", 0) > before)
+    seen = threading.local()
+
+    def note(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            seen.hits = getattr(seen, "hits", 0) + 1
+
+    with _jax.listening(note):
+        yield lambda: getattr(seen, "hits", 0)
 
 
 # ---------------------------------------------------------------------------- files
