@@ -118,6 +118,19 @@ def as_jaxpr(value: Any) -> tuple[Any, Sequence[Any]] | None:
     return None
 
 
+def static_parameters(fn: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Returns the positions and names that `jax.jit` (or `nnx.jit`) was told are static; jax has no public way to ask."""
+    info = getattr(getattr(fn, "jitted_fn", fn), "_jit_info", None)
+    if info is None:
+        return frozenset(), frozenset()
+    return frozenset(info.static_argnums), frozenset(info.static_argnames)
+
+
+def in_a_trace() -> bool:
+    """Returns whether a transformation of JAX is tracing; far cheaper than to look at every argument."""
+    return not _core.trace_state_clean()
+
+
 def build_jaxpr(name: str, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
     """Returns a closed jaxpr without consts; effects are the union of the equations'."""
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()

@@ -12,7 +12,7 @@ from hetjax.ir.graph import Graph, users
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.plan import Cut
 from hetjax.ir.suggest import nearest
-from hetjax.passes.placement import FORWARD, classify
+from hetjax.passes.placement import FORWARD, classify, rounds_of
 
 # More candidates than this cost time and decide nothing; the ones with the fewest bytes are kept.
 MAX_CANDIDATES = 400
@@ -56,6 +56,14 @@ class Candidates:
     total_flops: int
 
 
+def _cut_ops(graph: Graph, micro: Microbatching) -> list[int]:
+    """Returns the forward ops that cuts fall between: those of the first update where there are several."""
+    kinds = classify(graph, micro)
+    rounds = rounds_of(graph, kinds)
+    forward = [i for i, k in enumerate(kinds) if k == FORWARD and rounds[i] == 0]
+    return [i for i in forward if graph.ops[i].region != "update"] or forward
+
+
 def cut_candidates(graph: Graph, micro: Microbatching) -> Candidates:
     """Returns every place where the forward may be cut.
 
@@ -63,10 +71,7 @@ def cut_candidates(graph: Graph, micro: Microbatching) -> Candidates:
     forward op after it reads it. Values free of parameters are computed again on the other side and
     do not cross.
     """
-    kinds = classify(graph, micro)
-    forward = [i for i, k in enumerate(kinds) if k == FORWARD and graph.ops[i].region != "update"]
-    if not forward:
-        forward = [i for i, k in enumerate(kinds) if k == FORWARD]
+    forward = _cut_ops(graph, micro)
     position = {i: p for p, i in enumerate(forward)}
     readers = users(graph)
     last = {
@@ -117,14 +122,12 @@ def find_cuts(graph: Graph, micro: Microbatching, cuts: Sequence[Cut]) -> list[i
       PlanError: a cut names a module or an offset that the forward does not have; all of them, each
         by its key in the plan, with the nearest module.
     """
-    kinds = classify(graph, micro)
     where: dict[tuple[str, int], int] = {}
     counts: dict[str, int] = {}
-    wanted_region = any(op.region == "forward" for op in graph.ops)
-    for i, op in enumerate(graph.ops):
-        if kinds[i] == FORWARD and (op.region != "update" or not wanted_region):
-            where[op.block, counts.setdefault(op.block, 0)] = i
-            counts[op.block] += 1
+    for i in _cut_ops(graph, micro):
+        op = graph.ops[i]
+        where[op.block, counts.setdefault(op.block, 0)] = i
+        counts[op.block] += 1
     lost = []
     for s, c in enumerate(cuts, 1):
         if c.block not in counts:

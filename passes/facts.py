@@ -25,7 +25,7 @@ FACTS: dict[str, tuple[Callable[[Bundle], bool], str]] = {
         "run 'annotate-costs'",
     ),
     "program.tasks": (
-        lambda b: b.program is not None and any(b.program.tasks),
+        lambda b: b.program is not None and (any(b.program.tasks) or not b.program.fragments),
         "run 'schedule'",
     ),
 }

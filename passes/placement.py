@@ -99,7 +99,7 @@ def _hoisted(op: Op, micro: Microbatching) -> bool:
     return any(r in micro.hoisted for r in op.outputs)
 
 
-def _rounds(graph: Graph, kinds: Sequence[str]) -> list[int]:
+def rounds_of(graph: Graph, kinds: Sequence[str]) -> list[int]:
     """Returns the round of each op: how often the step has gone from update back to forward before."""
     where: dict[Ref, tuple[int, int]] = {}
     out = []
@@ -175,7 +175,7 @@ def _micro_stages(
     graph: Graph, kinds: Sequence[str], num_stages: int, cuts: Sequence[int],
     homes: Mapping[Ref, int] | None, block_stages: Mapping[str, int], sink: bool = True,
 ) -> tuple[list[int], dict[Ref, int]]:
-    rounds = _rounds(graph, kinds)
+    rounds = rounds_of(graph, kinds)
     stage = [-1] * len(graph.ops)
     if homes is None:
         for i, kind in enumerate(kinds):

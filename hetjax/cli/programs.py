@@ -81,13 +81,14 @@ def trace_target(target: str) -> Traced:
     from hetjax.cli.target import load_case
     from hetjax.frontend.calls import flatten_call, is_in_place
     from hetjax.frontend.tracing import trace_call
+    from hetjax.ir._jax import static_parameters
 
     case = load_case(target)
     batch = next(iter(case.batches), None)
     if batch is None:
         raise click.UsageError(f"{target}: batches is empty; one batch is needed for its types")
     step: Any = case.step
-    leaves, structure = flatten_call((case.state, batch), {}, is_in_place(step))
+    leaves, structure = flatten_call((case.state, batch), {}, is_in_place(step), static_parameters(step))
     name = getattr(step, "__name__", None) or type(step).__name__
     return trace_call(step, structure, leaves, name=name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,14 +82,46 @@ def _is_array(leaf: Any) -> bool:
     )
 
 
-def flatten_call(args: Sequence[Any], kwargs: dict[str, Any], in_place: bool) -> tuple[list[Any], Structure]:
+StaticParameters = tuple[Collection[int], Collection[str]]
+_NO_STATICS: StaticParameters = ((), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """An argument that the user's own jit takes as static: one leaf, whatever it holds."""
+
+    value: Any
+
+
+def _box_statics(
+    args: Sequence[Any], kwargs: dict[str, Any], static: StaticParameters
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positions, names = static
+    count = len(args)
+    at = {p + count if p < 0 else p for p in positions}
+    return (
+        tuple(_Static(a) if i in at else a for i, a in enumerate(args)),
+        {k: _Static(v) if k in names else v for k, v in kwargs.items()},
+    )
+
+
+def flatten_call(
+    args: Sequence[Any], kwargs: dict[str, Any], in_place: bool, static: StaticParameters = _NO_STATICS
+) -> tuple[list[Any], Structure]:
     """Returns a call's array leaves and its structure.
+
+    Args:
+      args, kwargs: of the call.
+      in_place: whether nnx objects are mutated.
+      static: positions and names of arguments that stay Python values, as a jitted step was told.
 
     Raises:
       PlanError: a leaf that is no array cannot be hashed, so that it cannot be told apart from others.
     """
     import jax
 
+    if static[0] or static[1]:
+        args, kwargs = _box_statics(args, kwargs, static)
     objects: dict[int | str, Any] = {}
     if in_place and "flax.nnx" in sys.modules:
         objects = {k: v for k, v in [*enumerate(args), *kwargs.items()] if _is_object(v)}
@@ -113,8 +145,9 @@ def flatten_call(args: Sequence[Any], kwargs: dict[str, Any], in_place: bool) ->
             try:
                 hash(leaf)
             except TypeError:
+                value = leaf.value if isinstance(leaf, _Static) else leaf
                 raise PlanError(
-                    f"argument leaf {i} is a {type(leaf).__name__}, which is neither an array nor "
+                    f"argument leaf {i} is a {type(value).__name__}, which is neither an array nor "
                     "hashable; pass it through functools.partial or as an array"
                 ) from None
             statics.append((i, leaf))
@@ -129,7 +162,7 @@ def unflatten_call(leaves: Sequence[Any], structure: Structure) -> tuple[list[An
 
     rest_leaves = list(leaves[structure.num_object_leaves :])
     for i, value in structure.statics:
-        rest_leaves.insert(i, value)
+        rest_leaves.insert(i, value.value if isinstance(value, _Static) else value)
     args_tuple, kwargs = jax.tree.unflatten(structure.rest_def, rest_leaves)
     args, objects = list(args_tuple), ()
     if structure.graphdef is not None:
@@ -207,11 +240,23 @@ def flat_function(
                     "first step"
                 )
         value_leaves, out_def = jax.tree.flatten(out)
+        if not all(map(_is_array, value_leaves)):
+            raise _no_arrays(flat.__name__, out)
         recorded.append(Returned(out_def, len(state_leaves)))
         return [*state_leaves, *value_leaves]
 
     flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
     return flat
+
+
+def _no_arrays(name: str, out: Any) -> PlanError:
+    import jax
+
+    lost = [
+        f"out{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(out) if not _is_array(leaf)
+    ]
+    return PlanError(f"{name} returns what is no array: {'; '.join(lost)}; a step can only return arrays and trees of them")
 
 
 def rebuild_result(

@@ -9,10 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from hetjax.frontend.calls import Returned, Structure, flatten_call, is_in_place, rebuild_result
+import numpy as np
+
+from hetjax.frontend.calls import Structure, flatten_call, is_in_place, rebuild_result
 from hetjax.frontend.entry import Entry
-from hetjax.frontend.planning import Options, build_bundle, parse_mesh, warn_of_one_microbatch
-from hetjax.frontend.tracing import leaf_marks, leaf_types, trace_call
+from hetjax.frontend.planning import (
+    Options,
+    build_bundle,
+    parse_mesh,
+    still_refused,
+    warn_of_one_microbatch,
+)
+from hetjax.frontend.tracing import Traced, leaf_marks, leaf_types, trace_call
+from hetjax.ir import _jax
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import ClusterError, LoweringError, PlanError
 from hetjax.ir.graph import Graph
@@ -88,16 +97,57 @@ def parallelize(
             f"parallelize takes a function, not a {type(fn).__name__}; options are given by name, "
             "as in @hetjax.parallelize(cluster='cluster.toml')"
         )
-    if rehearse not in (False, True, "timed"):
-        raise PlanError(f"rehearse is {rehearse!r}; it may be False, True or 'timed'")
+    if isinstance(fn, (ParallelFunction, _Bound)):
+        raise PlanError(f"{fn._name()} is parallel already; parallelize the plain function, or its .plain")
+    if isinstance(like, _Bound):
+        like = like.func
+    _check_types(cluster, num_stages, num_microbatches, schedule, plan, rehearse, like, progress)
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
         schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,
         donate=donate, plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
     )
-    if isinstance(batch_argnums, int):
+    if isinstance(batch_argnums, (int, str)):
         batch_argnums = (batch_argnums,)
     return ParallelFunction(fn, cluster, options, batch_argnums, rehearse, like, progress)
+
+
+def _check_types(
+    cluster: Any, num_stages: Any, num_microbatches: Any, schedule: Any, plan: Any, rehearse: Any,
+    like: Any, progress: Any,
+) -> None:
+    """Refuses options of the wrong type, all at once and before anything runs.
+
+    Raises:
+      ClusterError: the cluster is neither a description nor the name of a file.
+      PlanError: any other.
+    """
+    wrong = []
+    for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
+            wrong.append(f"{name} is {value!r}; it must be a whole number")
+    if isinstance(num_stages, (int, np.integer)) and num_stages < 1:
+        wrong.append(f"num_stages is {num_stages}; it must be at least 1")
+    if schedule is not None and not isinstance(schedule, str):
+        wrong.append(f"schedule is {schedule!r}; it must be a name, such as '1f1b'")
+    if plan is not None and not isinstance(plan, (Plan, str, Path)):
+        wrong.append(f"plan is a {type(plan).__name__}; it must be a Plan or the name of a file that holds one")
+    if rehearse not in (False, True, "timed"):
+        wrong.append(f"rehearse is {rehearse!r}; it may be False, True or 'timed'")
+    if like is not None and not isinstance(like, ParallelFunction):
+        wrong.append(f"like is {_named(like)}; it must be a function that hetjax.parallelize has returned")
+    if progress is not None and not callable(progress):
+        wrong.append(f"progress is a {type(progress).__name__}; it must be callable")
+    if wrong:
+        raise PlanError("\n".join(wrong))
+    if cluster is not None and not isinstance(cluster, (Cluster, str, Path)):
+        raise ClusterError(
+            f"cluster is a {type(cluster).__name__}; it must be a Cluster or the name of a TOML file"
+        )
+
+
+def _named(value: Any) -> str:
+    return f"the function {value.__name__}" if hasattr(value, "__name__") else f"a {type(value).__name__}"
 
 
 class ParallelFunction:
@@ -120,13 +170,14 @@ class ParallelFunction:
         self._batch_argnums = tuple(batch_argnums) if batch_argnums is not None else None
         self._rehearse, self._like, self._progress = rehearse, like, progress
         self._in_place = is_in_place(fn)
+        self._static = _jax.static_parameters(fn)
         self._entries: dict[Any, Entry] = {}
         self._latest: Entry | None = None
         self._last: tuple[Any, list[Any], Entry] | None = None  # the call before, to find its entry fast
         self._devices: tuple[Any, ...] | None = None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else _Bound(self, instance)
 
     # -- calling -----------------------------------------------------------------------------------
 
@@ -139,7 +190,9 @@ class ParallelFunction:
 
     def _ready_entry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Entry, list[Any]]:
         """Returns the compiled entry of a call, and the call's leaves."""
-        leaves, structure = flatten_call(args, kwargs, self._in_place)
+        leaves, structure = flatten_call(args, kwargs, self._in_place, self._static)
+        if _jax.in_a_trace():
+            self._refuse_tracers(leaves)
         marks = leaf_marks(leaves)
         if self._last is not None and self._last[0] == structure and self._last[1] == marks:
             entry = self._last[2]
@@ -149,6 +202,15 @@ class ParallelFunction:
             self._last = (structure, marks, entry)
         self._latest = entry
         return entry, leaves
+
+    def _refuse_tracers(self, leaves: Sequence[Any]) -> None:
+        import jax
+
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise PlanError(
+                f"{self._name()} is parallel, and it is called inside jax.jit, jax.grad, jax.lax.scan or another "
+                "transformation; parallelize must be the outermost: give it the function that is transformed"
+            )
 
     def _emulate(self) -> Callable[[Any], Any] | None:
         if self._rehearse != "timed":
@@ -205,7 +267,7 @@ class ParallelFunction:
                     "function of the state, use hetjax.parallelize(fn, like=train_step)"
                 )
             start = self._start_file(traced.graph) if runs else None
-            kept = self._started(start, structure, traced.returned) if start is not None else None
+            kept = self._started(start, structure, traced) if start is not None else None
             if kept is not None:
                 self._warn_of_new_shape(key)
                 self._entries[key] = kept
@@ -227,19 +289,21 @@ class ParallelFunction:
             return None  # what is wrong with the step is said first
         return start_file(store, graph, self.cluster, self.options) if store is not None else None
 
-    def _started(self, file: Path, structure: Structure, returned: Returned) -> Entry | None:
+    def _started(self, file: Path, structure: Structure, traced: Traced) -> Entry | None:
         """Returns the entry that an earlier process has left, ready to run; None if there is none."""
         bundle = read_start(file)
         if bundle is None:
             return None
-        entry = Entry(bundle, structure, returned)
+        micro = bundle.microbatching
+        refusal = micro.refusal if micro is not None and not micro.accepted else None
+        if refusal is not None and not still_refused(traced, self.cluster, self.options, refusal):
+            return None
+        entry = Entry(bundle, structure, traced.returned)
         try:
             entry.compile(self.devices, self._progress, self._emulate())
         except LoweringError:
             return None  # an executable is gone, and what was kept has no equations to lower
-        micro = bundle.microbatching
-        refusal = micro.refusal if micro is not None and not micro.accepted else None
-        if refusal is not None and self.options.num_microbatches is None:
+        if refusal is not None:
             warn_of_one_microbatch(entry.graph, refusal)
         return entry
 
@@ -306,7 +370,7 @@ class ParallelFunction:
         return self._lowered_entry(args, kwargs).plan
 
     def _lowered_entry(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Entry:
-        leaves, structure = flatten_call(args, kwargs, self._in_place)
+        leaves, structure = flatten_call(args, kwargs, self._in_place, self._static)
         entry = self._entry((structure, leaf_types(leaves)), leaves, structure)
         self._latest = entry
         return entry
@@ -388,6 +452,14 @@ class ParallelFunction:
         return self._latest
 
 
+class _Bound(functools.partial):
+    """A parallel method of an instance; plan, explain, stats, … are those of the function."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.func, name)
+        return functools.partial(found, *self.args) if name in ("plan_for", "lower", "measure") else found
+
+
 def _type_text(leaf_type: tuple[Any, ...]) -> str:
     shape, dtype, weak_type = leaf_type
     return f"{'weakly typed ' * weak_type}{dtype}{list(shape)}"
@@ -430,7 +502,7 @@ class Compiled:
         return self._entry.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = flatten_call(args, kwargs, self._function._in_place)
+        leaves, structure = flatten_call(args, kwargs, self._function._in_place, self._function._static)
         if structure != self._entry.structure:
             raise PlanError("the arguments do not have the structure the step was lowered for")
         results = self._entry.run(leaves)

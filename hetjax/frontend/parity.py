@@ -94,7 +94,7 @@ def side_by_side(
         except StopIteration:
             raise HetjaxError(
                 f"build() gives {number - 1} batches and {num_steps} steps were asked for; "
-                f"yield more batches or say --steps {number - 1}"
+                "yield more batches" + (f" or say --steps {number - 1}" if number > 1 else "")
             ) from None
         graphdef, state = _split(case.framework, live)
         state = jax.tree.map(_copy, state)

@@ -44,7 +44,7 @@ def place(tree: Any, *, like: ParallelFunction) -> Any:
     """
     import jax
 
-    entry = like._in_use()
+    entry = _entry_of(like)
     shardings = _shardings_by_path(entry, like.devices)
     paths = _paths(tree)
 
@@ -77,7 +77,7 @@ def init(create_state: Callable[..., Any], *args: Any, like: ParallelFunction, *
     """
     import jax
 
-    entry = like._in_use()
+    entry = _entry_of(like)
     shardings = _shardings_by_path(entry, like.devices)
     nnx = sys.modules.get("flax.nnx")
     static: list[Any] = []
@@ -109,6 +109,14 @@ def init(create_state: Callable[..., Any], *args: Any, like: ParallelFunction, *
             leaves[i] = array
     made = jax.tree.unflatten(treedef, leaves)
     return made if graphdef is None else nnx.merge(graphdef, made)  # type: ignore[union-attr]
+
+
+def _entry_of(like: Any) -> Entry:
+    if not hasattr(like, "_in_use"):
+        raise PlanError(
+            f"like is a {type(like).__name__}; it must be a function that hetjax.parallelize has returned"
+        )
+    return like._in_use()
 
 
 def abstract_state(entry: Entry, devices: Sequence[Any]) -> Any:

@@ -123,6 +123,23 @@ def choose_microbatching(
     return graph, one_microbatch(graph, micro.refusal)
 
 
+def still_refused(traced: Traced, cluster: Cluster, options: Options, refusal: Refusal) -> bool:
+    """Returns whether a step is refused microbatches for the reason that an earlier process was given.
+
+    A refusal also rests on the step at one microbatch, which the trace at the whole batch does not
+    show: a batch size that is no longer written into the code leaves the latter as it was.
+    """
+    graph = analyse(Bundle(graph=traced.graph, cluster=cluster)).graph
+    if graph is None:
+        return False
+    request = Request(options.num_stages, options.mesh, options.schedule)
+    num = _chosen(batch_size_of(graph), cluster, request)
+    if num <= 1:
+        return False
+    _, micro = _prove(graph, traced.retrace, num, options.per_microbatch)
+    return micro.refusal is not None and micro.refusal.reason == refusal.reason
+
+
 def warn_of_one_microbatch(graph: Graph, refusal: Refusal) -> None:
     """Says why stages are idle; once per step planned, kept plans included."""
     warnings.warn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,11 +65,15 @@ def trace_call(
       PlanError: roles cannot be told, or the step changes the structure of an nnx object.
     """
     structs = [abstract_leaf(x) for x in leaves]
-    closed, returned = _trace(fn, structure, structs)
+    paths = leaf_paths(structure, parameter_names(fn))
+    try:
+        closed, returned = _trace(fn, structure, structs)
+    except Exception as error:
+        _name_leaves(error, paths)
+        raise
     inputs = [aval_of(v.aval) for v in closed.jaxpr.invars]
     outputs = [aval_of(v.aval) for v in closed.jaxpr.outvars]
     updates = find_updates(structure, returned, inputs, outputs, batch_argnums)
-    paths = leaf_paths(structure, parameter_names(fn))
     arguments = find_arguments(
         structure, paths, inputs, set(updates.values()), batch_argnums,
         kept=known_state(paths, inputs) if known_state else frozenset(),
@@ -82,6 +87,21 @@ def trace_call(
         return import_jaxpr(again, name=name, arguments=arguments, results=results)
 
     return Traced(graph, returned, retrace)
+
+
+def _name_leaves(error: Exception, paths: Sequence[str]) -> None:
+    """Adds to a tracing error which arguments JAX means: it sees the call as flat leaves."""
+    import jax
+
+    named = sorted({int(k) for k in re.findall(r"\bleaves\[(\d+)\]", str(error))})
+    known = [f"leaves[{k}] is {paths[k]}" for k in named if k < len(paths)]
+    if known:
+        error.add_note("hetjax: " + "; ".join(known))
+    if known and isinstance(error, jax.errors.ConcretizationTypeError):
+        error.add_note(
+            "hetjax: Python code cannot branch on an argument; where it is a setting rather than data, bind it "
+            "with functools.partial, or jit the step with static_argnames"
+        )
 
 
 def _divide(struct: Any, argument: Argument, divisor: int) -> Any:

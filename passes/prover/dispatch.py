@@ -140,7 +140,8 @@ def _same_programs(line: Line) -> bool:
 
 
 def _is_program(value: Any) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr") or callable(value)
+    # What custom_jvp_call holds for its derivative is called through call_wrapped.
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr") or callable(value) or hasattr(value, "call_wrapped")
 
 
 def _check_params(line: Line, varies: Collection[str]) -> None:

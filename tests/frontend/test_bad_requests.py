@@ -145,3 +145,61 @@ def test_an_unequal_plan_is_refused(tmp_path):
     other = plan.with_(stages=(plan.stages[0], plan.stages[0]))
     with pytest.raises(hetjax.errors.HetjaxError, match="device"):
         hetjax.parallelize(step, plan=other)(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_stages": 0}, "num_stages is 0; it must be at least 1"),
+        ({"num_stages": -1}, "num_stages is -1; it must be at least 1"),
+        ({"num_stages": "2", "num_microbatches": 1.5}, "(?s)num_stages is '2'.*num_microbatches is 1.5"),
+        ({"schedule": 3}, "schedule is 3; it must be a name"),
+        ({"plan": {}}, "plan is a dict"),
+        ({"like": make_linen}, "like is the function make_linen; it must be a function that hetjax"),
+        ({"progress": 1}, "progress is a int"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_options_of_the_wrong_type_are_refused_before_anything_runs(options, match):
+    with pytest.raises(PlanError, match=match):
+        hetjax.parallelize(make_linen()[0], **options)
+
+
+def test_a_cluster_that_is_no_cluster():
+    with pytest.raises(ClusterError, match="cluster is a int"):
+        hetjax.parallelize(make_linen()[0], cluster=3)
+
+
+def test_a_parallel_function_is_not_parallelized_again_nor_called_inside_jit():
+    step, state, batch = make_linen()
+    parallel = hetjax.parallelize(step)
+    with pytest.raises(PlanError, match="is parallel already"):
+        hetjax.parallelize(parallel)
+    for _ in range(2):  # before it has a plan, and after
+        with pytest.raises(PlanError, match="called inside jax.jit"):
+            jax.jit(parallel)(state, batch)
+        parallel(state, batch)
+
+
+def test_like_that_is_no_parallel_function():
+    step, state, _ = make_linen()
+    with pytest.raises(PlanError, match="like is a function"):
+        hetjax.place(state, like=step)
+
+
+def test_a_step_that_returns_what_is_no_array():
+    step, state, batch = make_linen()
+    with pytest.raises(PlanError, match=r"out\[1\] is a str"):
+        hetjax.parallelize(lambda s, b: (step(s, b)[0], "done"))(state, batch)
+
+
+def test_branching_on_an_argument_names_it_and_the_way_on():
+    step, state, batch = make_linen()
+
+    def switched(state, batch, train):
+        return step(state, batch) if train else (state, 0.0)
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        hetjax.parallelize(switched)(state, batch, True)
+    notes = "\n".join(caught.value.__notes__)
+    assert "is train" in notes and "functools.partial" in notes

@@ -96,3 +96,10 @@ def test_following_before_there_is_a_plan_says_what_to_do():
     parallel = hetjax.parallelize(step, num_stages=2)
     with pytest.raises(hetjax.errors.PlanError, match="plan_for"):
         hetjax.parallelize(optax.tree.norm, like=parallel)(state.params)
+
+
+def test_a_function_that_only_hands_a_part_of_the_state_back(trained):
+    parallel, state, _, _ = trained
+    params = hetjax.parallelize(lambda state: state.params, like=parallel)(state)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -295,3 +295,73 @@ def test_per_microbatch_means_the_average_over_microbatches():
     assert_same(ours.params, state.apply_gradients(grads=grads).params)
     np.testing.assert_allclose(loss, (halves[0][0] + halves[1][0]) / 2, rtol=1e-6)
     assert parallel.plan.per_microbatch
+
+
+def test_several_updates_in_one_step_run_on_stages():
+    """A second gradient that starts from updated values (a GAN's two players) once ended in a VerifyError."""
+    step, state, batch = make_linen()
+
+    def twice(state, batch):
+        return step(step(state, batch)[0], batch)
+
+    parallel, ours, out, theirs, expected = run_both(twice, state, batch, num_stages=2, num_microbatches=1)
+    assert_same((ours, out), (theirs, expected))
+    assert parallel.plan.num_stages == 2
+    first = [f for f in parallel._latest.program.fragments if f.phase == "backward"]
+    assert {f.stage for f in first} == {0, 1}  # cuts fall into the first forward, not between the two
+
+
+def test_own_accumulation_over_a_scan_with_relu_is_proved():
+    weights = [jax.random.normal(k, (16, 16)) / 4 for k in jax.random.split(jax.random.key(0), 2)]
+    batch = jax.random.normal(jax.random.key(1), (8, 16))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jax.nn.relu(x @ w)
+        return (x**2).mean()
+
+    def step(params, batch):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(params, part)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, _ = jax.lax.scan(add, zeros, batch.reshape(2, -1, 16))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (batch**2).mean()
+
+    parallel, ours, _, theirs, _ = run_both(step, weights, batch, num_stages=1, num_microbatches=2)
+    assert_same(ours, theirs)
+    assert parallel.plan.num_microbatches == 2
+
+
+def test_a_jitted_step_keeps_its_static_arguments():
+    step, state, batch = make_linen()
+
+    def repeated(state, batch, times, mode="train"):
+        for _ in range(times[0] if mode == "train" else 0):
+            state, out = step(state, batch)
+        return state, out["loss"]
+
+    jitted = jax.jit(repeated, static_argnums=2, static_argnames="mode")
+    parallel = hetjax.parallelize(jitted, num_stages=2, num_microbatches=2, mesh="2,1")
+    ours = parallel(state, batch, (1,), mode="train")
+    assert_same(ours, jitted(state, batch, (1,), mode="train"))
+    assert parallel.plan.num_microbatches == 2
+    with pytest.raises(hetjax.errors.PlanError, match="a list, which is neither an array nor hashable"):
+        parallel(state, batch, [1])
+
+
+def test_a_parallel_method_shows_its_plan_through_the_instance():
+    step, state, batch = make_linen()
+
+    class Trainer:
+        @hetjax.parallelize(num_stages=2, num_microbatches=2)
+        def step(self, state, batch):
+            return step(state, batch)
+
+    trainer = Trainer()
+    assert trainer.step.plan_for(state, batch).num_stages == 2
+    trainer.step(state, batch)
+    assert trainer.step.plan.num_microbatches == 2
+    assert "2 stages" in trainer.step.explain()
+    norm = hetjax.parallelize(lambda state: optax.tree.norm(state.params), like=trainer.step)
+    assert_same(norm(state), optax.tree.norm(state.params))

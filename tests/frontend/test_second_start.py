@@ -201,3 +201,23 @@ def test_a_kept_refusal_to_split_warns_again(cache, planned):
         with pytest.warns(UserWarning, match="one microbatch"):
             parallel(coupled, num_microbatches=None)(*arguments())
     assert len(planned) == 1
+
+
+def test_a_batch_size_taken_out_of_the_step_ends_a_kept_refusal(cache, planned):
+    """The trace at the whole batch is the same before and after; only one at a microbatch shows it."""
+    examples = [8]
+
+    def sized(state, batch):
+        def loss(params):
+            x = jnp.tanh(batch["x"] @ params[0]) @ params[1]
+            return (x.reshape(examples[0] or batch["x"].shape[0], WIDTH) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        return {**state, "params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, value
+
+    with pytest.warns(UserWarning, match="one microbatch"):
+        parallel(sized, num_microbatches=None)(*arguments())
+    examples[0] = 0
+    mended = parallel(sized, num_microbatches=None)
+    mended(*arguments())
+    assert mended.plan.num_microbatches > 1
