@@ -100,7 +100,7 @@ def parallelize(
     if isinstance(fn, (ParallelFunction, _Bound)):
         raise PlanError(f"{fn._name()} is parallel already; parallelize the plain function, or its .plain")
     if isinstance(like, _Bound):
-        like = like.func
+        like = like.func  # type: ignore[assignment]
     _check_types(cluster, num_stages, num_microbatches, schedule, plan, rehearse, like, progress)
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
@@ -204,9 +204,9 @@ class ParallelFunction:
         return entry, leaves
 
     def _refuse_tracers(self, leaves: Sequence[Any]) -> None:
-        import jax
+        from jax.core import Tracer
 
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if any(isinstance(x, Tracer) for x in leaves):
             raise PlanError(
                 f"{self._name()} is parallel, and it is called inside jax.jit, jax.grad, jax.lax.scan or another "
                 "transformation; parallelize must be the outermost: give it the function that is transformed"

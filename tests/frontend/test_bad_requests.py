@@ -176,7 +176,7 @@ def test_a_parallel_function_is_not_parallelized_again_nor_called_inside_jit():
     with pytest.raises(PlanError, match="is parallel already"):
         hetjax.parallelize(parallel)
     for _ in range(2):  # before it has a plan, and after
-        with pytest.raises(PlanError, match="called inside jax.jit"):
+        with pytest.raises(PlanError, match=r"called inside jax\.jit"):
             jax.jit(parallel)(state, batch)
         parallel(state, batch)
 
