@@ -202,7 +202,7 @@ def _build(
             key = (task.stage, task.microbatch)
             if task.kind in _ON_DEVICE:
                 n = add(_Node(task, device, work_s.get(task.work, seconds[task.kind][task.stage])))
-                at.setdefault((task.kind, task.stage, task.microbatch), n)
+                at[task.kind, task.stage, task.microbatch] = n
                 queue.append(n)
                 wanted = arrivals.get(key, []) + (arrivals.get((task.stage, None), []) if key[1] is not None else [])
                 receives += [(work, mb, n) for work, mb in wanted]
