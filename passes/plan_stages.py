@@ -18,8 +18,10 @@ from hetjax.ir.errors import PassError, PlanError
 from hetjax.ir.graph import Graph
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.plan import Plan, StagePlan
+from hetjax.ir.program import StageMesh
 from hetjax.passes.cutting import Candidate, best_cuts, cut_candidates
 from hetjax.passes.parameter_specs import parameter_specs
+from hetjax.passes.reshard_plan import crossing_speed
 
 Mesh = tuple[int, int]  # sizes of the axes (data, model)
 
@@ -167,14 +169,18 @@ def plan_stages(
     batch = batch_size_of(graph)
     per_microbatch = batch // micro.num_microbatches if batch else 0
     speeds = [sum(cluster.kind_of(d).peak("f32") for d in devices) for devices in groups]
-    links = [cluster.link(a[-1], b[0]) for a, b in itertools.pairwise(groups)]
+    meshes = [
+        StageMesh(f"s{s}", cluster.kind_of(d[0]).name, cluster.devices[d[0]].site, _axes(request, s, len(d), per_microbatch), d)
+        for s, d in enumerate(groups)
+    ]
+    links = [crossing_speed(cluster, a, b, per_microbatch) for a, b in itertools.pairwise(meshes)]
     candidates = cut_candidates(graph, micro)
     if candidates.places:
         if not request.num_stages and not request.mesh:  # more groups than places to cut: fewer stages
             most = len(candidates.places) + 1
             groups, speeds, links = groups[:most], speeds[:most], links[: most - 1]
         cuts = best_cuts(
-            candidates, speeds, [x.bandwidth_bytes_s for x in links], [x.latency_s for x in links]
+            candidates, speeds, [bytes_s for bytes_s, _ in links], [latency_s for _, latency_s in links]
         )
     else:
         cuts = []  # nothing in this step can be cut (no forward at all): everything is on one stage

@@ -9,7 +9,7 @@ What is assumed, and nothing else:
   meanwhile (latency is pipelined). Lines serve in order of posting; ties go to the lower device.
 - A line is one direction of a link (full duplex), or both directions, or an uplink that several
   boundaries share: whatever bears the same name in `PipelineCosts.lines`. A transfer may need several
-  lines; it then waits until all are free.
+  lines; it then waits until all are free. A reshard may hold some of them for less long than others.
 - Between stages on one device nothing travels.
 - A gradient synchronisation (`sync`) is posted when the task before it in the list ends, uses the
   device's own network and no compute, and the `update` tasks of its stage wait for it.
@@ -40,14 +40,23 @@ class Transfer:
     """What one explicit send of a reshard costs.
 
     Attributes:
-      lines: the lines it occupies, all at once.
-      serialisation_s: seconds it occupies them.
+      lines: the lines it occupies, from one moment on.
+      serialisation_s: seconds until the last of them is free.
       latency_s: seconds until it arrives after that.
+      line_s: seconds it occupies each line; () where all are occupied to the end.
     """
 
     lines: tuple[str, ...]
     serialisation_s: float
     latency_s: float
+    line_s: tuple[float, ...] = ()
+
+    @property
+    def slowest(self) -> tuple[str, ...]:
+        """Returns the lines that are occupied to the end."""
+        if not self.line_s:
+            return self.lines
+        return tuple(n for n, s in zip(self.lines, self.line_s) if s >= self.serialisation_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +65,7 @@ class Span:
 
     Attributes:
       task: the task; a transfer without a task of its own bears the task that made its value.
-      place: "device 0", "line 0>1" ("line a + b" where a transfer occupies several) or "network 0".
+      place: "device 0", "line 0>1" ("line a + b" where a transfer holds several to the end) or "network 0".
       device: whose list it comes from.
       start_s, end_s: when. A transfer starts when it gets the line and ends when it arrives.
       posted_s: when a transfer or synchronisation could first have started; start_s for tasks.
@@ -127,6 +136,7 @@ class _Node:
     seconds: float
     lines: tuple[str, ...] = ()  # () for a task on its device
     latency_s: float = 0.0
+    line_s: tuple[float, ...] = ()  # () for lines held to the end
     missing: int = 0
     ready_s: float = 0.0
     readers: list[int] = dataclasses.field(default_factory=list)
@@ -220,7 +230,8 @@ def _build(
                     if price is None:
                         problems.append(f"s{task.stage}/{task}: no cost is given for {task.work!r}")
                         continue
-                    n = add(_Node(task, device, price.serialisation_s, price.lines, price.latency_s))
+                    n = add(_Node(
+                        task, device, price.serialisation_s, price.lines, price.latency_s, price.line_s))
                     sends[task.work, task.microbatch] = n
                 if queue:
                     link(queue[-1], n)
@@ -298,7 +309,10 @@ def _run(nodes: list[_Node], queues: list[list[int]]) -> list[int]:
             posted.append(n)
             node.start_s = max(now, *(line_free.get(name, 0.0) for name in node.lines))
             done = node.start_s + node.seconds
-            line_free.update((name, done) for name in node.lines)
+            if node.line_s:
+                line_free.update((name, node.start_s + s) for name, s in zip(node.lines, node.line_s))
+            else:
+                line_free.update((name, done) for name in node.lines)
             node.end_s = done + node.latency_s
             heapq.heappush(events, (node.end_s, 0, device, n))
             continue
@@ -361,7 +375,10 @@ def _report(
 
 
 def _place(node: _Node) -> str:
-    return node.lines[0] if node.task.kind == "sync" else f"line {' + '.join(node.lines)}"
+    if node.task.kind == "sync":
+        return node.lines[0]
+    slowest = Transfer(node.lines, node.seconds, node.latency_s, node.line_s).slowest
+    return f"line {' + '.join(slowest)}"
 
 
 def prefetch_depths(timeline: Timeline) -> dict[tuple[int, str], int]:

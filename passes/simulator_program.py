@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.dtypes import dtype_itemsize
 from hetjax.ir.errors import PlanError
-from hetjax.ir.plan import Plan, StagePlan
-from hetjax.ir.program import Program, Reshard
-from hetjax.passes.reshard_plan import price_pieces
+from hetjax.ir.plan import Plan
+from hetjax.ir.program import Program, Reshard, StageMesh
+from hetjax.passes.reshard_plan import activation_crossing, plan_naive, price_pieces
 from hetjax.passes.schedules import schedule
 from hetjax.passes.schedules.costs import PipelineCosts
 from hetjax.passes.schedules.flush import warmup_lists
@@ -76,7 +75,7 @@ def simulate_plan(
         costs = pipeline_costs(program, cluster, work_s)
         sources += [("links", "given"), ("bytes between stages", "analytic"), ("task lists", "the program's own")]
         return simulate_program(program, cluster, work_s), costs, tuple(sources)
-    crossings = [_crossing(cluster, a, b) for a, b in itertools.pairwise(plan.stages)]
+    crossings = [_crossing(cluster, plan, s) for s in range(plan.num_stages - 1)]
     costs = PipelineCosts(
         tuple(t / 3 for t in seconds), tuple(2 * t / 3 for t in seconds), plan.num_microbatches,
         tuple(latency_s for latency_s, _ in crossings),
@@ -91,14 +90,15 @@ def simulate_plan(
     return simulate(lists, costs), costs, tuple(sources)
 
 
-def _crossing(cluster: Cluster, a: StagePlan, b: StagePlan) -> tuple[float, float]:
+def _crossing(cluster: Cluster, plan: Plan, s: int) -> tuple[float, float]:
     """Returns the latency and the seconds on the wire of what a stage sends to the next one."""
-    sender, receiver = a.devices[-1], b.devices[0]
-    link, nbytes = cluster.link(sender, receiver), float(a.sent_bytes or 0)
-    # Inside a node each device has a port of its own; a node's or a site's link is one for all.
-    if cluster.devices[sender].node == cluster.devices[receiver].node:
-        nbytes /= min(len(a.devices), len(b.devices))
-    return link.latency_s, link.serialise_s(nbytes) if nbytes else 0.0
+    a, b = plan.stages[s], plan.stages[s + 1]
+    source, target = (StageMesh(f"s{k}", x.kind, x.site, x.axes, x.devices) for k, x in ((s, a), (s + 1, b)))
+    if not a.sent_bytes:
+        return cluster.link(a.devices[-1], b.devices[0]).latency_s, 0.0
+    batch = plan.batch_size // plan.num_microbatches
+    found = activation_crossing(cluster, source, target, a.sent_bytes, batch)
+    return found.delay_s, found.serialisation_s
 
 
 def _share_out(program: Program, seconds: Sequence[float]) -> dict[str, float]:
@@ -125,29 +125,31 @@ def _share_out(program: Program, seconds: Sequence[float]) -> dict[str, float]:
 def program_transfers(program: Program, cluster: Cluster) -> dict[str, Transfer]:
     """Returns what one send of each reshard costs, by its name.
 
-    Each wire carries what its pieces add up to; the transfer occupies all its wires until the slowest
-    is done. What relays add (a latency each, and the time until the first chunk is there) counts as
-    latency. A reshard without pieces is priced as one whole value from the first device to the first.
+    Each wire carries what its pieces add up to, and is held for so long; the transfer ends when the
+    slowest is done. What relays add (a latency each, and the time until the first chunk is there)
+    counts as latency. Without pieces every target device gets its whole block from a source device.
     """
     return {r.name: _transfer(program, cluster, r) for r in program.reshards}
 
 
 def _transfer(program: Program, cluster: Cluster, reshard: Reshard) -> Transfer:
     source, target = program.meshes[reshard.source], program.meshes[reshard.target]
-    if reshard.pieces:
-        avals = program.avals if reshard.form == "step" else program.micro_avals
-        aval = avals[reshard.ref]
-        own = source.blocks(reshard.source_spec, aval.shape)
-        occupied, delay_s = price_pieces(cluster, reshard.pieces, own, dtype_itemsize(aval.dtype))
-    else:
-        a, b = source.devices[0], target.devices[0]
-        link = cluster.link(a, b)
-        there = bool(reshard.nbytes) and a != b
-        occupied = {w: link.serialise_s(reshard.nbytes) for w in cluster.wires(a, b)} if there else {}
-        delay_s = link.latency_s
-    if not occupied:
-        return Transfer((f"{source.name}>{target.name}",), 0.0, 0.0)
-    return Transfer(tuple(sorted(occupied)), max(occupied.values()), delay_s)
+    aval = (program.avals if reshard.form == "step" else program.micro_avals)[reshard.ref]
+    size = dtype_itemsize(aval.dtype)
+    pieces = reshard.pieces
+    if not pieces:
+        ends = (source, reshard.source_spec, target, reshard.target_spec)
+        pieces = plan_naive(cluster, *ends, aval.shape, size).pieces
+    own = source.blocks(reshard.source_spec, aval.shape)
+    return transfer_of(f"{source.name}>{target.name}", *price_pieces(cluster, pieces, own, size))
+
+
+def transfer_of(name: str, held_s: Mapping[str, float], delay_s: float) -> Transfer:
+    """Returns pieces priced by wire as one transfer; `name` stands for its line where they need none."""
+    if not held_s:
+        return Transfer((name,), 0.0, delay_s)
+    lines = tuple(sorted(held_s))
+    return Transfer(lines, max(held_s.values()), delay_s, tuple(held_s[x] for x in lines))
 
 
 def pipeline_costs(
@@ -181,7 +183,7 @@ def pipeline_costs(
             serialisation, latency, lines = crossing.get((b, way), (0.0, 0.0, ()))
             crossing[b, way] = (
                 serialisation + price.serialisation_s, max(latency, price.latency_s),
-                tuple(sorted({*lines, *price.lines})))
+                tuple(sorted({*lines, *price.slowest})))
     boundaries = range(stages - 1)
     for b in boundaries:
         for way in (0, 1):

@@ -56,10 +56,11 @@ def statistics_of(entry: Entry, cluster: Cluster, num_plans: int) -> dict[str, A
 
 def _bytes_of_links(entry: Entry) -> dict[str, int]:
     out: dict[str, int] = {}
+    sent = entry.executor.bytes_of_reshards()  # type: ignore[union-attr]
     for r in entry.program.reshards:
         times = entry.program.num_microbatches if r.form == "micro" else 1
         name = f"bytes/s{r.source}>s{r.target}"
-        out[name] = out.get(name, 0) + times * r.nbytes
+        out[name] = out.get(name, 0) + times * sent[r.name]
     homes = entry.homes()
     for feed in entry.program.feeds:  # a state leaf that another stage reads too
         home = homes.get(feed.argument, (feed.stage, ()))[0]

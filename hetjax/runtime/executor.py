@@ -127,6 +127,14 @@ class Executor:
             out.append((feed.argument, feed.form, sharding, slots, feed.axis))
         return out
 
+    def bytes_of_reshards(self) -> dict[str, int]:
+        """Returns what one send of each reshard brings from mesh to mesh, by name."""
+        out = {}
+        for r in self.program.reshards:
+            pieces = self._translator.pieces_of(r)
+            out[r.name] = r.nbytes if pieces is None else pieces.bytes_between
+        return out
+
     # -- running -----------------------------------------------------------------------------------
 
     def run(self, feeds: Sequence[tuple[int, Any]], watched: bool = False) -> list[Any]:

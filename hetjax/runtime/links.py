@@ -31,12 +31,17 @@ class TransferTime(Protocol):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines it occupies, all at once."""
+        """The lines it occupies, from one moment on."""
         ...
 
     @property
     def serialisation_s(self) -> float:
-        """Seconds it occupies them."""
+        """Seconds until the last of them is free."""
+        ...
+
+    @property
+    def line_s(self) -> tuple[float, ...]:
+        """Seconds it occupies each line; () where all are occupied to the end."""
         ...
 
     @property
@@ -135,8 +140,8 @@ def _carry_each(waiting: queue.SimpleQueue[Parcel | None]) -> None:
 class EmulatedLinks:
     """Lets transfers take the real time that the links they stand for would take.
 
-    A transfer waits until all its lines are free, occupies them for its serialisation, and arrives a
-    latency later; the lines are free meanwhile. Lines serve in order of posting, as in the simulator.
+    A transfer waits until all its lines are free, occupies them for its serialisation (some of them for
+    less, where few of its pieces pass), and arrives a latency later; the lines are free meanwhile. Lines serve in order of posting, as in the simulator.
     Lines that several reshards name are shared: an uplink of a site, both ways of a half-duplex link.
 
     Args:
@@ -158,7 +163,8 @@ class EmulatedLinks:
             now = max(parcel.posted_s, time.perf_counter() - SLACK_S)
             start = max(now, *(self._free_s.get(name, 0.0) for name in price.lines))
             done = start + price.serialisation_s
-            self._free_s.update((name, done) for name in price.lines)
+            held_s = price.line_s or (price.serialisation_s,) * len(price.lines)
+            self._free_s.update((name, start + s) for name, s in zip(price.lines, held_s))
             parcel.started_s = start
             self._new.append((done + price.latency_s, self._posted, parcel))
             self._posted += 1

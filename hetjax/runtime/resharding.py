@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hetjax.ir.blocks import common, covers, elements
+from hetjax.ir.errors import RuntimeFault
 from hetjax.ir.graph import Aval
 from hetjax.ir.program import Block, Piece, Reshard, Spec, StageMesh
 from hetjax.runtime.meshes import named_sharding
@@ -88,13 +89,14 @@ class PieceMove:
         return _gather(self.sharding)(array) if self.completes else array
 
     def bring(self, array: Any) -> Any:
-        """Returns the value on the target mesh, split more finely where the mesh has yet to complete it."""
+        """Returns the value on the target mesh, split more finely where the mesh has yet to complete it.
+
+        Raises:
+          RuntimeFault: the value has another shape or lies elsewhere than the reshard says.
+        """
         import jax
 
-        held: dict[int, list[tuple[Block, Any]]] = {}
-        for shard in array.addressable_shards:
-            device = self._number[shard.device]
-            held[device] = [(self._own[device], shard.data)]
+        held = self._held(array)
         for pieces in self._hops:
             blocks: list[tuple[Piece, Any]] = []
             for device, group in itertools.groupby(pieces, key=lambda p: p.source):
@@ -113,6 +115,22 @@ class PieceMove:
         parts = [assemble(held[d], [self._due[d]])[0] for d in self._order]
         sharding = self.sharding if self._entry is None else self._entry
         return jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
+
+    def _held(self, array: Any) -> dict[int, list[tuple[Block, Any]]]:
+        """Returns the blocks of a value by the number of the device that has them."""
+        held: dict[int, list[tuple[Block, Any]]] = {}
+        for shard in array.addressable_shards:
+            device = self._number.get(shard.device, -1)
+            block = self._own.get(device)
+            if block is None or shard.data.shape != tuple(b - a for a, b in zip(*block)):
+                raise RuntimeFault(
+                    f"{self.name}: device {shard.device} holds {shard.data.shape} of a value {array.shape}; the plan "
+                    f"has {'nothing' if block is None else f'the block {block[0]} to {block[1]}'} of {self.shape} there"
+                )
+            held.setdefault(device, [(block, shard.data)])
+        if len(held) < len(self._number):
+            raise RuntimeFault(f"{self.name}: the value lies on {len(held)} devices; the plan has it on {len(self._number)}")
+        return held
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+from hetjax.ir.errors import PlanError
 from hetjax.ir.program import Spec, StageMesh
 
 
@@ -36,11 +37,25 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def layout(mesh: StageMesh, spec: Spec, shape: tuple[int, ...]) -> Layout:
-    """Returns where the blocks of a value of `shape` lie on a mesh; a spec of () splits nothing."""
+    """Returns where the blocks of a value of `shape` lie on a mesh; a spec of () splits nothing.
+
+    Raises:
+      PlanError: the spec has another number of dimensions than the value, or names an axis that the
+        mesh has not, or one twice.
+    """
     sizes = dict(mesh.axes)
     spec = spec or ((),) * len(shape)
     used = [a for axes in spec for a in axes]
     names = [a for a, _ in mesh.axes]
+    if len(spec) != len(shape):
+        raise PlanError(
+            f"mesh {mesh.name}: the spec {spec} has {len(spec)} entries for a value of {len(shape)} "
+            f"dimensions {shape}; give one entry a dimension, () where it is not split"
+        )
+    unknown, twice = [a for a in used if a not in sizes], [a for a in sizes if used.count(a) > 1]
+    if unknown or twice:
+        what = f"has no axis {unknown[0]!r}" if unknown else f"can split one dimension by {twice[0]!r}, not several"
+        raise PlanError(f"mesh {mesh.name} {what} (spec {spec}); its axes are {dict(mesh.axes)}")
     grid = np.array(mesh.devices).reshape([n for _, n in mesh.axes])
     free = [a for a in names if a not in used]
     # Axes that split come first, in the order of the dimensions: a row is then a block.

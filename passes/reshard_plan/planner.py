@@ -12,6 +12,7 @@ import numpy as np
 
 from hetjax.ir.blocks import chunk_bytes, common, covers
 from hetjax.ir.cluster import Cluster
+from hetjax.ir.errors import PlanError
 from hetjax.ir.program import Block, Piece, Spec, StageMesh
 from hetjax.passes.reshard_plan.layout import Layout, layout
 from hetjax.passes.reshard_plan.network import Network, Priced, network
@@ -91,6 +92,8 @@ def price_pieces(
       own: what each device of the source mesh has from the start.
       itemsize: bytes of an element.
     """
+    if not pieces:
+        return {}, 0.0
     net = network(cluster)
     arrived: dict[int, dict[Block, int]] = {}
     hops = []
@@ -204,7 +207,16 @@ def plan_reshard(
       target, target_spec: the mesh that needs it, and how it shall be split; dimensions that do not
         divide are split into blocks of the rounded-up size.
       shape, itemsize: of the value; bytes of an element.
+
+    Raises:
+      PlanError: a spec does not fit its mesh, or a mesh names a device that the cluster has not.
     """
+    for mesh in (source, target):
+        lost = [d for d in mesh.devices if not 0 <= d < cluster.num_devices]
+        if lost:
+            raise PlanError(
+                f"mesh {mesh.name} names device(s) {', '.join(map(str, lost))}; cluster {cluster.name!r} has "
+                f"{cluster.num_devices}, numbered from 0")
     return plan_layouts(
         cluster, layout(source, source_spec, shape), layout(target, target_spec, shape), itemsize)
 
@@ -221,20 +233,20 @@ def plan_naive(
 
 def cheapest_spec(
     cluster: Cluster, source: StageMesh, source_spec: Spec, target: StageMesh,
-    shape: tuple[int, ...], itemsize: int, keep: Spec | None = None,
+    shape: tuple[int, ...], itemsize: int, keep: Spec | None = None, among: Sequence[Spec] | None = None,
 ) -> tuple[Spec, ReshardPlan]:
     """Returns the receiving spec with the cheapest reshard, where the receiver does not care, and its plan.
 
-    Every way to split up to two dimensions over the target's axes is priced; only specs whose axes
-    divide their dimension count.
+    Every way to split dimensions over the target's axes is priced, where the axes divide them.
 
     Args:
       keep: the spec to stay with unless another is quicker by more than `MARGIN`; None for replicated.
+      among: the specs to choose from; None for all.
     """
     stay: Spec = keep if keep is not None else ((),) * len(shape)
     plan = lambda spec: plan_reshard(cluster, source, source_spec, target, spec, shape, itemsize)  # noqa: E731
     best, found = stay, plan(stay)
-    for spec in possible_specs(target, shape):
+    for spec in possible_specs(target, shape) if among is None else among:
         if spec == stay:
             continue
         other = plan(spec)

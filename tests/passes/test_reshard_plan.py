@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetjax.errors import PlanError
 from hetjax.ir.blocks import chunk_edges, elements, remainder
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.program import StageMesh
 from hetjax.passes.reshard_plan import (
+    activation_crossing,
     cheapest_spec,
+    crossing_speed,
     layout,
     lower_bound,
     plan_naive,
@@ -240,3 +243,34 @@ def test_what_blocks_leave_of_another():
         for b in left:
             seen[(*map(slice, *b), ...)] -= 1
         assert not seen.any()
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(source_spec=((),)), r"mesh s0: the spec \(\(\),\) has 1 entries for a value of 2 dimensions \(8, 8\)"),
+    (dict(target_spec=(("z",), ())), r"mesh s1 has no axis 'z' .*; its axes are {'x': 2, 'y': 2}"),
+    (dict(target_spec=(("x",), ("x",))), "mesh s1 can split one dimension by 'x', not several"),
+    (dict(target=mesh("s1", (4, 5, 6, 9), (("x", 2), ("y", 2)))), r"mesh s1 names device\(s\) 9; cluster 'two sites' has 8"),
+])
+def test_what_cannot_be_planned_says_why(change, says):
+    ends = dict(
+        source=mesh("s0", (0, 1, 2, 3), (("x", 2), ("y", 2))), source_spec=((), ()),
+        target=mesh("s1", (4, 5, 6, 7), (("x", 2), ("y", 2))), target_spec=((), ()))
+    with pytest.raises(PlanError, match=says):
+        plan_reshard(two_sites((4,), (4,)), **ends | change, shape=(8, 8), itemsize=4)
+
+
+def test_activations_between_stages_cost_what_their_pieces_cost():
+    """One site wire: the bytes once; two nodes a side: both interfaces, half each; speed is the slope of both."""
+    cluster = two_sites((4,), (4,))
+    tensor = ("data", 1), ("model", 4)
+    ends = mesh("s0", (0, 1, 2, 3), tensor), mesh("s1", (4, 5, 6, 7), tensor)
+    found = activation_crossing(cluster, *ends, 1 << 24, 8)
+    assert found.serialisation_s == pytest.approx((1 << 24) / 1e9)
+    bytes_s, latency_s = crossing_speed(cluster, *ends, 8)
+    assert bytes_s == pytest.approx(1e9, rel=0.03) and 0.01 <= latency_s < 0.011
+    near = two_sites((2, 2, 2, 2), (1,))
+    split = ("data", 2), ("model", 2)
+    ends = mesh("s0", (0, 1, 2, 3), split), mesh("s1", (4, 5, 6, 7), split)
+    assert activation_crossing(near, *ends, 1 << 24, 8).serialisation_s == pytest.approx((1 << 23) / 5e9, rel=0.01)
+    odd = activation_crossing(near, *ends, 1 << 24, 7)  # seven examples do not split over two
+    assert odd.serialisation_s > 1.2 * (1 << 23) / 5e9

@@ -177,3 +177,16 @@ def test_balanced_pipelines_follow_the_closed_form():
             line = simulate(schedule(name, costs), costs)
             assert line.makespan_s == (m + p - 1) * (f + b)
             assert line.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+def test_a_transfer_holds_each_line_for_its_own_share():
+    """Stage 1 gets x over one slow link and y over another; both end at its port, which either holds for a moment."""
+    costs = PipelineCosts((1.0,) * 2, (1.0,) * 2, 1)
+    sends = [Task("F", 0, 0), Task("send", 0, 0, "x"), Task("send", 0, 0, "y")]
+    lists = [sends, [Task("recv", 1, 0, "x"), Task("recv", 1, 0, "y"), Task("F", 1, 0)]]
+    shared = {"x": Transfer(("a", "port"), 10.0, 0.0), "y": Transfer(("b", "port"), 10.0, 0.0)}
+    assert simulate(lists, costs, transfers=shared).makespan_s == 1 + 20 + 1
+    own = {"x": Transfer(("a", "port"), 10.0, 0.0, (10.0, 0.5)), "y": Transfer(("b", "port"), 10.0, 0.0, (10.0, 0.5))}
+    line = simulate(lists, costs, transfers=own)
+    assert line.makespan_s == 1 + 0.5 + 10 + 1
+    assert {t.place for t in line.transfers} == {"line a", "line b"}

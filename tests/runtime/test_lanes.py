@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from hetjax.passes.schedules import PipelineCosts, schedule, split_stages
 from hetjax.passes.simulator import Transfer, simulate, with_step_tasks
 from hetjax.runtime.dispatch import Lanes
 from hetjax.runtime.executor import Emulation
-from hetjax.runtime.instructions import Run
-from hetjax.runtime.links import LocalLinks
+from hetjax.runtime.instructions import Move, Run
+from hetjax.runtime.links import EmulatedLinks, LocalLinks, Parcel
 from tests.support import assert_same, copy_tree, make_batch, make_linen
 
 
@@ -234,3 +235,23 @@ def test_a_rehearsal_takes_the_time_of_the_cluster_it_stands_for():
     stats = parallel.stats()
     assert stats["measured_step_s"] > 0
     assert {"predicted_over_measured/s0", "predicted_over_measured/s1"} <= set(stats)
+
+
+def test_emulated_links_hold_each_line_for_its_own_share():
+    """Two transfers of 0.3 s over links of their own, through one port for 1 ms each: they travel together."""
+    prices = {n: Transfer((n, "port"), 0.3, 0.0, (0.3, 0.001)) for n in ("a", "b")}
+    links, there, arrived = EmulatedLinks(prices), [], threading.Semaphore(0)
+
+    def deliver(move, arrays, started_s, arrived_s):
+        there.append((started_s, arrived_s))
+        arrived.release()
+
+    now = time.perf_counter()
+    for name in prices:
+        links.post(Parcel(Move([Task("send", 0, 0, name)], [], [], None, 0), [], now, deliver, lambda *_: None), 0)
+    for _ in prices:
+        assert arrived.acquire(timeout=30)
+    links.close()
+    (first, end), (second, last) = sorted(there)
+    assert end - first == pytest.approx(0.3) and last - second == pytest.approx(0.3)
+    assert second - first == pytest.approx(0.001)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hetjax
+from hetjax.errors import RuntimeFault
 from hetjax.frontend.calls import flatten_call, rebuild_result
 from hetjax.frontend.entry import Entry
 from hetjax.frontend.rehearsal import cluster_emulation
@@ -18,8 +19,8 @@ from hetjax.ir.dtypes import dtype_itemsize, short_dtype
 from hetjax.ir.graph import Aval
 from hetjax.ir.program import Piece, Reshard, StageMesh
 from hetjax.ir.verify import verify_program
-from hetjax.passes.reshard_plan import plan_reshard
-from hetjax.passes.reshard_plan.planner import possible_specs
+from hetjax.passes.reshard_plan import layout, plan_reshard
+from hetjax.passes.reshard_plan.planner import candidates, possible_specs
 from hetjax.runtime import instructions
 from hetjax.runtime.meshes import jax_mesh, named_sharding
 from hetjax.runtime.resharding import make_move
@@ -91,10 +92,14 @@ def itemsize_of(array):
     return 8 if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else dtype_itemsize(short_dtype(array.dtype.name))
 
 
-def carry(cluster, source, source_spec, target, target_spec, array):
-    """Returns the plan, what carried the array, and the array on the target mesh."""
+def carry(cluster, source, source_spec, target, target_spec, array, way=None):
+    """Returns the plan (or a way of that number instead), what carried the array, and the array on the target mesh."""
     item = itemsize_of(array)
     plan = plan_reshard(cluster, source, source_spec, target, target_spec, array.shape, item)
+    if way is not None:
+        held, wanted = layout(source, source_spec, array.shape), layout(target, target_spec, array.shape)
+        ways = list(candidates(cluster, held, wanted, item))
+        plan = dataclasses.replace(plan, route=ways[way % len(ways)])
     reshard = Reshard("x", 0, "micro", 0, 1, source_spec, target_spec, array.size * item, plan.pieces)
     devices = jax.devices()
     meshes = [jax_mesh(m, devices) for m in (source, target)]
@@ -109,8 +114,15 @@ def carry(cluster, source, source_spec, target, target_spec, array):
 
 
 def check_pair(seed):
+    moved = check_way(seed, None)
+    if seed % 3 == 0:  # also a way that the planner may not have taken
+        check_way(seed, seed // 3)
+    return moved
+
+
+def check_way(seed, way):
     cluster, source, source_spec, target, target_spec, array = random_pair(seed)
-    plan, move, there = carry(cluster, source, source_spec, target, target_spec, array)
+    plan, move, there = carry(cluster, source, source_spec, target, target_spec, array, way)
     assert there.dtype == array.dtype and there.shape == array.shape
     np.testing.assert_array_equal(plain(there), plain(array))
     blocks = target.blocks(target_spec, array.shape)
@@ -163,6 +175,20 @@ def test_the_target_mesh_completes_shares_with_a_collective():
     np.testing.assert_array_equal(there, array)
     if move.completes:
         assert carried == array.nbytes
+
+
+def test_a_value_that_lies_elsewhere_is_refused():
+    source = StageMesh("s0", "box", "t0", (("model", 4),), (0, 1, 2, 3))
+    target = StageMesh("s1", "box", "t0", (("model", 4),), (4, 5, 6, 7))
+    array = jnp.arange(64.0).reshape(8, 8)
+    _, move, _ = carry(CLUSTERS[0], source, ((), ()), target, ((), ()), array)
+    mesh = jax_mesh(source, jax.devices())
+    with pytest.raises(RuntimeFault, match=r"x: device .* holds \(2, 8\) of a value \(8, 8\); the plan has the block"):
+        move(jax.device_put(array, named_sharding(mesh, (("model",), ()))))
+    with pytest.raises(RuntimeFault, match=r"holds .* the plan has nothing of"):
+        move(jax.device_put(array, jax.devices()[7]))
+    with pytest.raises(RuntimeFault, match="the value lies on 1 devices; the plan has it on 4"):
+        move(jax.device_put(array, jax.devices()[0]))
 
 
 def two_sites(first=4, second=2):
