@@ -301,7 +301,9 @@ def arm_step(steps: int) -> None:
     stream = batches(corpus.train, session.BATCH_SIZE, config.length, seed=2)
     case = Case(gpt.train_step, fresh(), stream, {"framework": "linen"})
     compared = list(side_by_side(case, parallel, steps))
-    program, stats = parallel._latest.program, parallel.stats()
+    entry = parallel._latest
+    assert entry is not None
+    program, stats = entry.program, parallel.stats()
     activation = session.BATCH_SIZE // micro * config.length * config.width * 4
     near = {0, 1, 2, 3}
     crossing = {(0, 1): 0, (1, 0): 0}
@@ -317,8 +319,8 @@ def arm_step(steps: int) -> None:
     state, _ = timed(state, batch)
     for _ in range(2):
         state, _ = jax.block_until_ready(timed(state, batch))
-    emulation = cluster_emulation(cluster, timed._latest.program)
-    predicted = simulate_program(timed._latest.program, cluster, emulation.work_s)
+    emulation = cluster_emulation(cluster, program)
+    predicted = simulate_program(program, cluster, emulation.work_s)
     seen = timed.stats()
     figures = [
         exactly("demo, tp 4 to tp 2: leaves unequal to plain jit", sum(not d.ok for s in compared for d in s.differences), "", 0),
