@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from _report import Figure, Report, at_most, main
+from _report import Figure, Report, main
 
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.program import Piece, Reshard, Spec, StageMesh, Task
@@ -46,12 +46,16 @@ EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "NPROC": "32",
 NONE: tuple[str, ...] = ()
 
 
+def at_most(name: str, value: float, unit: str, bound: float) -> Figure:
+    return Figure(name, float(value), unit, f"<= {bound:g}", bool(value <= bound))
+
+
 def exactly(name: str, value: float, unit: str, target: float) -> Figure:
-    return Figure(name, value, unit, f"= {target:g}", value == target)
+    return Figure(name, float(value), unit, f"= {target:g}", bool(value == target))
 
 
 def at_least(name: str, value: float, unit: str, bound: float) -> Figure:
-    return Figure(name, value, unit, f">= {bound:g}", value >= bound)
+    return Figure(name, float(value), unit, f">= {bound:g}", bool(value >= bound))
 
 
 # ---------------------------------------------------------------------------- planned
@@ -75,7 +79,7 @@ def published() -> list[Figure]:
         extra = sum(abs(into.get(n, 0) - bound.into_node.get(n, 0)) for n in {*into, *bound.into_node})
         extra += abs(sent - bound.crossing)
         out += [
-            Figure(f"{case.name}: bound", bound.seconds, "s"),
+            Figure(f"{case.name}: bound", float(bound.seconds), "s"),
             at_most(f"{case.name}: {plan.route.strategy}, {len(plan.pieces)} pieces / bound", ours.seconds / bound.seconds, "", 1.05),
             exactly(f"{case.name}: bytes on the links beside the unique bytes", extra, "bytes", 0),
             *(Figure(f"{case.name}: {name} / bound", simulate_route(cluster, way, case.itemsize).seconds / bound.seconds, "")
@@ -190,7 +194,7 @@ def _two_sites() -> tuple[Cluster, list[StageMesh]]:
 
 def _waited(what: str, ours: tuple[float, int], theirs: tuple[float, int], bound_s: float, nbytes: int) -> list[Figure]:
     return [
-        Figure(f"{what}: bound", bound_s, "s"), Figure(f"{what}: ours", ours[0], "s"),
+        Figure(f"{what}: bound", float(bound_s), "s"), Figure(f"{what}: ours", ours[0], "s"),
         Figure(f"{what}: per-replica send", theirs[0], "s"),
         at_least(f"{what}: per-replica send / ours", theirs[0] / ours[0], "", 3),
         at_most(f"{what}: ours / bound", ours[0] / bound_s, "", 1.1),
@@ -328,7 +332,7 @@ def arm_step(steps: int) -> None:
         exactly("demo: bytes back over the slow link, a microbatch / an activation", crossing[1, 0] / activation, "", 1),
         exactly("demo: bytes counted between stages, a step, beside those planned",
                 stats["bytes_between_stages"] - micro * sum(crossing.values()) - others, "bytes", 0),
-        Figure("demo: bytes that cross once a step (sums, metrics)", others, "bytes"),
+        Figure("demo: bytes that cross once a step (sums, metrics)", float(others), "bytes"),
         Figure("demo, emulated: a step", seen["measured_step_s"] * 1e3, "ms"),
         at_most("demo, emulated: a step / simulated", seen["measured_step_s"] / predicted.makespan_s, "", 1.1),
     ]
