@@ -164,3 +164,22 @@ def test_a_check_that_cannot_tell_stops_the_search(tmp_path):
     assert (
         result.exception is not None and "the check exited 125" in result.exception.format_message()
     )
+
+
+def test_a_step_with_relu_is_checked_by_its_numbers(tmp_path):
+    """A relu that is not yet inlined carries its derivative as `#name`, which text cannot say."""
+    import jax
+
+    from hetjax.frontend.calls import flatten_call
+    from hetjax.frontend.tracing import trace_call
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jax.nn.relu(x @ w).sum())(w), x.sum()
+
+    leaves, structure = flatten_call((jax.numpy.ones((3, 3)), jax.numpy.ones((4, 3))), {}, True)
+    path = tmp_path / "step.hj"
+    path.write_text(str(trace_call(step, structure, leaves, name="step").graph))
+    assert "#" in path.read_text()
+    command = ["bisect", str(path), "-p", "inline-calls,label-regions", "--check", "numbers", "--json"]
+    result = CliRunner().invoke(cli, command, standalone_mode=False)
+    assert json.loads(result.output)["ok"] is True, result.output
