@@ -8,7 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hetjax.ir.display import register_drawer
+
 __version__ = "0.1.0"
+
+# Values show themselves in notebooks; what draws them is imported when one is first shown.
+register_drawer("hetjax.notebook.reprs:picture_of")
 
 # name -> module that defines it. No submodule of hetjax bears one of these names.
 _EXPORTS = {
@@ -21,6 +26,7 @@ _EXPORTS = {
     "init": "hetjax.frontend.placement",
     "parallelize": "hetjax.frontend.decorator",
     "place": "hetjax.frontend.placement",
+    "rehearse": "hetjax.frontend.dry_run",
     "scale_by_slamb": "hetjax.optim._slamb",
     "slamb": "hetjax.optim._slamb",
     "slamb_average": "hetjax.optim._slamb",
@@ -33,6 +39,7 @@ __all__ = ["__version__", *sorted([*_EXPORTS, *_MODULES])]
 if TYPE_CHECKING:
     from hetjax import errors as errors
     from hetjax.frontend.decorator import parallelize as parallelize
+    from hetjax.frontend.dry_run import rehearse as rehearse
     from hetjax.frontend.placement import gather as gather
     from hetjax.frontend.placement import init as init
     from hetjax.frontend.placement import place as place

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from hetjax.ir.display import Shown
+
 if TYPE_CHECKING:
     from hetjax.ir.cluster import Cluster
     from hetjax.ir.graph import Graph
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bundle:
+class Bundle(Shown):
     """A program under way through the passes.
 
     Attributes:

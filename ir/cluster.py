@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hetjax.ir.cluster_check import problems
+from hetjax.ir.display import Shown
 from hetjax.ir.errors import ClusterError
 from hetjax.ir.suggest import nearest
 
@@ -212,7 +213,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
+class Cluster(Shown):
     """Devices that may be unlike and far apart.
 
     Attributes:

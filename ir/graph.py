@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hetjax.ir.display import Shown
 from hetjax.ir.dtypes import dtype_itemsize, is_inexact
 
 Ref = int
@@ -215,7 +216,7 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
+class Graph(Shown):
     """A step as straight-line code.
 
     Attributes:

@@ -10,10 +10,12 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hetjax.ir.cluster import Cluster
+from hetjax.ir.display import Shown
 from hetjax.ir.errors import PlanError, VerifyError
 from hetjax.ir.program import Spec
 from hetjax.ir.suggest import nearest
@@ -37,7 +39,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StagePlan:
+class StagePlan(Shown):
     """One stage.
 
     Attributes:
@@ -64,7 +66,7 @@ class StagePlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """How one step runs on one cluster.
 
     Attributes:
@@ -101,9 +103,57 @@ class Plan:
     sources: tuple[tuple[str, str], ...] = ()
     predicted_s: float | None = None
 
-    def with_(self, **changes: Any) -> Plan:
-        """Returns the plan with some fields changed."""
-        return dataclasses.replace(self, **changes)
+    def with_(
+        self,
+        *,
+        stage: Mapping[int, Mapping[str, Any]] | None = None,
+        spec: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Plan:
+        """Returns the plan with some decisions changed; all others stay, nothing is searched.
+
+        A plan that came with its step (`train_step.plan`, `hetjax.rehearse(…).plan`) is priced anew, and
+        `delta` of the new one tells what that changed. Any other keeps the numbers it has.
+
+            plan.with_(num_microbatches=8, schedule="gpipe")
+            plan.with_(stage={1: {"mesh": (3, 2), "first": "GPT/block_2"}})
+            plan.with_(spec={"state/params/head/kernel": (None, "model")})
+
+        Args:
+          stage: by number, fields of `StagePlan` to change; "mesh" gives the sizes of its axes.
+          spec: by path of a state leaf, one entry per dimension; None for replicated. What is updated
+            with the leaf follows it where the step is known.
+          changes: other fields of the plan.
+
+        Raises:
+          PlanError: there is no such field, stage, leaf or axis, or the plan cannot be had so.
+          MicrobatchError: the step cannot be split into so many microbatches.
+        """
+        if self.costing is not None:
+            return self.costing.changed(self, stage, spec, changes)
+        from hetjax.ir.plan_changes import changed_plan
+
+        return changed_plan(self, stage, spec, changes)
+
+    def costed_by(self, costing: Any) -> Plan:
+        """Returns an equal plan that `costing` prices; it has `changed`, `estimate`, `bundle` and `delta`."""
+        plan = dataclasses.replace(self)
+        object.__setattr__(plan, "_costing", costing)
+        return plan
+
+    @property
+    def costing(self) -> Any:
+        """Returns what prices the plan, None where only the decisions are known. Not part of the plan."""
+        return self.__dict__.get("_costing")
+
+    @property
+    def delta(self) -> Any:
+        """Returns how its costs differ from those of the plan it was made of by `with_`, or None."""
+        return None if self.costing is None else self.costing.delta
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What prices a plan holds the user's function; a plan in another process has its decisions alone.
+        return {k: v for k, v in self.__dict__.items() if k != "_costing"}
 
     @property
     def num_stages(self) -> int:

@@ -25,6 +25,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+from hetjax.ir.display import Shown
 from hetjax.ir.graph import Aval, Op, Ref, Result
 
 PHASES = ("prologue", "forward", "backward", "weight", "update")
@@ -41,7 +42,7 @@ TASK_KINDS = ("F", "B", "I", "W", "prologue", "send", "recv", "sync", "update")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StageMesh:
+class StageMesh(Shown):
     """The devices of one stage, as a mesh.
 
     Attributes:
@@ -116,7 +117,7 @@ class Port:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fragment:
+class Fragment(Shown):
     """Ops that one mesh runs as one compiled call.
 
     Attributes:
@@ -242,7 +243,7 @@ class Return:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(Shown):
     """A step, cut, sharded and scheduled.
 
     Attributes:

@@ -27,6 +27,7 @@ import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
 
+from hetjax.ir.display import Shown
 from hetjax.ir.errors import VerifyError
 from hetjax.ir.program import Task
 from hetjax.passes.schedules.check import find_deadlock
@@ -80,7 +81,7 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class Timeline(Shown):
     """What the simulator returns.
 
     Attributes:

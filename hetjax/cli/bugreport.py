@@ -197,7 +197,8 @@ def anonymous_bundle(bundle: Bundle) -> Bundle:
         names = {site: f"site{i}" for i, site in enumerate(dict.fromkeys(sites))}
     plan, program = bundle.plan, bundle.program
     if plan is not None:
-        plan = plan.with_(
+        plan = dataclasses.replace(
+            plan,
             cluster="cluster",
             cluster_hash=cluster.hash if cluster is not None else "",
             stages=tuple(

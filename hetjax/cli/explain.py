@@ -275,10 +275,10 @@ def _stage(bundle: Bundle, facts: StageFacts, everything: bool) -> tuple[dict[st
 def _reshards(
     bundle: Bundle, fail_over: str | None, everything: bool
 ) -> tuple[dict[str, Any], str, int]:
-    from hetjax.emit.dot import human_bytes
     from hetjax.explaining.link_bytes import link_bytes
     from hetjax.explaining.movements import movements, parse_size
     from hetjax.explaining.stages import table
+    from hetjax.render.units import human_bytes
 
     found = movements(bundle)
     limit = parse_size(fail_over) if fail_over is not None else None
@@ -342,9 +342,9 @@ def _reshards(
 
 
 def _memory(bundle: Bundle, everything: bool) -> tuple[dict[str, Any], str, int]:
-    from hetjax.emit.dot import human_bytes
     from hetjax.explaining.memory import stage_peaks
     from hetjax.explaining.stages import table
+    from hetjax.render.units import human_bytes
 
     peaks = stage_peaks(bundle)
     lines = []
@@ -390,8 +390,8 @@ def _spec_words(spec: Any) -> str:
 
 
 def _value_text(facts: ValueFacts, bundle: Bundle) -> str:
-    from hetjax.emit.dot import human_bytes
     from hetjax.explaining.naming import names_of
+    from hetjax.render.units import human_bytes
 
     role = f", {facts.role}" if facts.role else ""
     lines = [f"{facts.name}: {facts.type}{role}"]

@@ -90,11 +90,14 @@ def schedule(
             raise
         click.echo(json.dumps({"ok": False, "schedule": name, "error": str(error)}))
         return 1
-    from hetjax.emit.gantt import LEGEND, chrome_trace, svg_chart, text_chart
+    from hetjax.emit.chrome import chrome_trace
+    from hetjax.render.gantt import gantt, predicted
+    from hetjax.render.text_chart import LEGEND, text_chart
 
     names = [f"device {d}" for d in range(len(timeline.spans))]
     if svg is not None:
-        svg.write_text(svg_chart(timeline, names, _headline(facts)), encoding="utf-8")
+        title = f"{facts['schedule']}, lower bound {facts['lower_bound']:.6g}"
+        gantt([predicted(timeline)], names, title, seconds=False).save(svg)
     if trace is not None:
         trace.write_text(json.dumps(chrome_trace(timeline, names)), encoding="utf-8")
     if as_json:

@@ -141,7 +141,7 @@ def _own(program: str, cluster_file: str | None, plan_file: str | None, request:
 
 def _planned(name: str, plan: Plan, cluster: Cluster, program: Program | None) -> Answer:
     """Returns the answer for a plan by the numbers it bears."""
-    from hetjax.emit.gantt import chrome_trace
+    from hetjax.emit.chrome import chrome_trace
     from hetjax.passes.bounds import lower_bound
     from hetjax.passes.simulator_program import simulate_plan
 
@@ -167,7 +167,7 @@ def _priced(program: Any) -> bool:
 
 def _estimated(program: str, bundle: Bundle, plan: Plan) -> Answer:
     """Returns the answer for a complete bundle: every op priced, memory by liveness."""
-    from hetjax.emit.gantt import chrome_trace
+    from hetjax.emit.chrome import chrome_trace
     from hetjax.passes.cost.estimate import estimate_program
 
     found = estimate_program(bundle)

@@ -10,6 +10,7 @@ from hetjax.ir.errors import LoweringError
 from hetjax.ir.graph import Graph, definitions
 from hetjax.ir.program import Program, Reshard
 from hetjax.ir.program_rules import given_form
+from hetjax.render.units import human_bytes
 
 _FILL = {
     "prologue": "#e0e0e0",
@@ -31,15 +32,6 @@ def emit_dot(bundle: Bundle) -> str:
     if bundle.graph is None:
         raise LoweringError("there is neither a graph nor a program to draw")
     return graph_dot(bundle.graph)
-
-
-def human_bytes(n: float) -> str:
-    """Returns "3.2 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
 
 
 def graph_dot(graph: Graph) -> str:

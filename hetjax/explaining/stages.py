@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hetjax.emit.dot import human_bytes
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import PlanError
 from hetjax.ir.plan import Plan
 from hetjax.passes.cost.estimate import ProgramEstimate
 from hetjax.passes.schedules.check import peak_in_flight
+from hetjax.render.units import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)

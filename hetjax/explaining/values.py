@@ -281,7 +281,7 @@ def _alternatives(bundle: Bundle, graph: Graph, leaf: Argument) -> list[Alternat
         if any(spec):
             kept |= dict.fromkeys(paths, spec)
         changed = bundle.replace(
-            plan=plan.with_(state_specs=tuple(sorted(kept.items()))), program=None
+            plan=dataclasses.replace(plan, state_specs=tuple(sorted(kept.items()))), program=None
         )
         try:
             after = estimate_program(run_pipeline(changed, _RELOWER))

@@ -23,6 +23,7 @@ from hetjax.frontend.planning import (
 from hetjax.frontend.tracing import Traced, leaf_marks, leaf_types, trace_call
 from hetjax.ir import _jax
 from hetjax.ir.cluster import Cluster
+from hetjax.ir.display import Shown
 from hetjax.ir.errors import ClusterError, LoweringError, PlanError
 from hetjax.ir.graph import Graph
 from hetjax.ir.plan import Plan
@@ -150,7 +151,7 @@ def _named(value: Any) -> str:
     return f"the function {value.__name__}" if hasattr(value, "__name__") else f"a {type(value).__name__}"
 
 
-class ParallelFunction:
+class ParallelFunction(Shown):
     """A function that runs on a plan. Made by `parallelize`.
 
     Attributes:

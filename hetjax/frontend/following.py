@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,8 @@ def follow_bundle(traced: Traced, leader: ParallelFunction) -> Bundle:
     homes = {graph.inputs[k].ref: home for k, (home, _) in found.items()}
     specs = {graph.inputs[k].ref: spec for k, (_, spec) in found.items() if any(spec)}
     micro = one_microbatch(graph)
-    plan: Plan = entry.plan.with_(
+    plan: Plan = dataclasses.replace(
+        entry.plan,
         name=graph.name, num_microbatches=1, batch_size=max(1, batch_size_of(graph)), schedule="gpipe",
         state_specs=tuple(sorted((a.path, specs[a.ref]) for a in graph.inputs if a.ref in specs)),
         microbatch_reason=f"follows the plan of {entry.plan.name}",

@@ -54,8 +54,11 @@ def build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
       MicrobatchError: more microbatches were asked for than can be proved.
       PlanError: no plan fits the request, or the plan given does not fit the step or cluster.
     """
+    from hetjax.frontend.whatif import Costing
+
     with ambient(environment_instruments(traced.graph.name)):
-        return _build_bundle(traced, cluster, options)
+        bundle = _build_bundle(traced, cluster, options)
+    return Costing(traced, cluster, options, bundle).bound
 
 
 def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.cluster import Cluster
+from hetjax.ir.display import Shown
 from hetjax.ir.errors import PlanError
 from hetjax.ir.program import Program
 from hetjax.passes.bounds import lower_bound
@@ -24,7 +25,7 @@ from hetjax.passes.simulator_program import (
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramEstimate:
+class ProgramEstimate(Shown):
     """What a program should take.
 
     Attributes:

@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from hetjax.cli.emitters import EMITTERS, emit
 from hetjax.cli.main import cli
-from hetjax.emit.dot import human_bytes
 from hetjax.ir import _jax
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import LoweringError
@@ -100,13 +99,3 @@ def test_a_chrome_trace_has_an_event_per_task(bundle):
 def test_what_is_missing_is_named(form, words):
     with pytest.raises(LoweringError, match=words):
         emit(Bundle(), form)
-
-
-def test_bytes_are_written_for_people():
-    assert [human_bytes(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**40)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "3.0 MiB",
-        "5.0 TiB",
-    ]

@@ -10,6 +10,7 @@ from hetjax.cli.main import cli, main
 from hetjax.ir.program import Task
 from hetjax.passes.schedules import SCHEDULES, PipelineCosts, check_schedule
 from hetjax.passes.simulator import simulate
+from hetjax.render.gantt import read_gantt
 
 CASE = "--forward 1,1,.5,.5 --backward 2,2,1,1 --latency 0,2,0 --serialisation 0,0,0 --microbatches 32"
 
@@ -57,8 +58,11 @@ def test_chart_svg_and_trace(tmp_path):
     result = run(f"1f1b --forward 1,1,1 --latency 1,0 --microbatches 4 --width 40 --svg {svg} --trace {trace}")
     assert "makespan 22, lower bound 20" in result.stdout
     assert "device 2  ...0aa1bb2cc..3dd" in result.stdout
-    rectangles = [e for e in ET.fromstring(svg.read_text()) if e.tag.endswith("rect")]
-    assert len(rectangles) == 3 + 3 * 8  # a row each and its tasks
+    ET.fromstring(svg.read_text())
+    boxes = read_gantt(svg.read_text())
+    assert len([b for b in boxes if b.kind in ("F", "B")]) == 3 * 8
+    assert len([b for b in boxes if b.kind == "transfer"]) == 2 * 2 * 4
+    assert (1.0, 2.0) in [(b.start, b.end) for b in boxes if b.row == "device 0" and b.microbatch == 1]
     events = json.loads(trace.read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     assert len(spans) == 3 * 8 + 2 * 2 * 4  # tasks; transfers over two boundaries both ways

@@ -2,7 +2,6 @@
 
 import pytest
 
-from hetjax.emit.gantt import text_chart
 from hetjax.passes.schedules import (
     PipelineCosts,
     flush,
@@ -15,6 +14,7 @@ from hetjax.passes.schedules import (
 from hetjax.passes.schedules.periodic import offsets
 from hetjax.passes.simulator import simulate
 from hetjax.passes.simulator_fast import tables
+from hetjax.render.text_chart import text_chart
 
 THREE = PipelineCosts((1.0,) * 3, (2.0,) * 3, 4)
 TWO = PipelineCosts((2.0,) * 2, (4.0,) * 2, 4)
