@@ -209,7 +209,7 @@ def plan_stages(
         stages=tuple(stages), per_microbatch=micro.accepted, microbatch_reason=reason,
         sources=(("device speed", "given"), ("op cost", "analytic")),
     )
-    return plan.with_(state_specs=parameter_specs(graph, micro, plan))
+    return dataclasses.replace(plan, state_specs=parameter_specs(graph, micro, plan))
 
 
 def _axes(request: Request, s: int, size: int, per_microbatch: int) -> tuple[tuple[str, int], ...]:

@@ -49,7 +49,7 @@ class PriceStages:
                 for s, t in zip(priced, seconds)
             ]
             sources = _with_source(sources, "stage times", "analytic")
-        return _replaced(bundle, plan.with_(stages=tuple(priced), sources=sources))
+        return _replaced(bundle, dataclasses.replace(plan, stages=tuple(priced), sources=sources))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PriceStep:
         )
         if stages != plan.stages:
             sources = _with_source(sources, "memory", "analytic")
-        changed = plan.with_(stages=stages, predicted_s=predicted_s, sources=sources)
+        changed = dataclasses.replace(plan, stages=stages, predicted_s=predicted_s, sources=sources)
         return _replaced(bundle, changed)
 
 

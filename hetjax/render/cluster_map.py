@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
 
 from hetjax.ir.cluster import Cluster, Node
 from hetjax.ir.cluster_text import speed
@@ -220,49 +219,37 @@ def _alike(cluster: Cluster, site: str, stage_of: dict[int, int]) -> list[_Nodes
 def _arcs(
     cluster: Cluster, bottom_of: dict[str, tuple[float, float]], y: float
 ) -> tuple[list[Markup], float]:
-    """Returns the links between sites below the boxes, slower ones dashed, and where they end."""
-    pairs: list[tuple[str, str]] = list(itertools.combinations([s.name for s in cluster.sites], 2))
+    """Returns the links between sites below the boxes, slow ones dashed, and where they end.
+
+    What one link joins is one line: with three sites or more, a bus.
+    """
+    joined: dict[str, dict[str, None]] = {}
+    for a, b in itertools.combinations([s.name for s in cluster.sites], 2):
+        joined.setdefault(cluster.site_link(a, b).name, {}).update({a: None, b: None})
     parts: list[Markup] = []
-    for a, b in pairs[:MAX_ARCS]:
-        link = cluster.site_link(a, b)
-        (x0, y0), (x1, y1) = bottom_of[a], bottom_of[b]
-        shift = 9.0 * (len(parts) // 2)
+    for k, (name, sites) in enumerate(list(joined.items())[:MAX_ARCS]):
+        link = cluster.link_named(name)
+        shift = 9.0 * (k % 9)
         y += 24
-        wide = max(1.0, math.log10(max(10.0, link.bandwidth_bytes_s)) - 7)
-        slow = link.latency_s >= 1e-3
-        if x0 == x1:
-            x1 += 46
-        d = f"M{at(x0 + shift)} {at(y0)}V{at(y)}H{at(x1 - shift)}V{at(y1)}"
+        ends = [(bottom_of[s][0] + shift, bottom_of[s][1]) for s in sites]
+        if len({x for x, _ in ends}) < len(ends):  # sites below each other: drops side by side
+            ends = [(x + 14 * i, bottom) for i, (x, bottom) in enumerate(ends)]
+        drops = "".join(f"M{at(x)} {at(bottom)}V{at(y)}" for x, bottom in ends)
+        left, right = min(x for x, _ in ends), max(x for x, _ in ends)
+        width = max(1.0, math.log10(max(10.0, link.bandwidth_bytes_s)) - 7)
         parts.append(
             tag(
-                "path", d=d, fill="none", stroke="#8d939c", stroke_width=at(wide), data_link=link.name,
-                data_bandwidth=link.bandwidth_bytes_s, data_latency=link.latency_s,
-                stroke_dasharray="6 4" if slow else None,
+                "path", d=f"{drops}M{at(left)} {at(y)}H{at(right)}", fill="none", stroke="#8d939c",
+                stroke_width=at(width), data_link=link.name, data_bandwidth=link.bandwidth_bytes_s,
+                data_latency=link.latency_s, data_sites=" ".join(sites),
+                stroke_dasharray="6 4" if link.latency_s >= 1e-3 else None,
             )
         )  # fmt: skip
-        words = f"{a} – {b}: {speed(link)}"
-        parts.append(
-            tag(
-                "text",
-                words,
-                x=at(max((x0 + x1) / 2, 12 + 3.1 * len(words))),
-                y=at(y - 5),
-                class_="m",
-            )
-        )
-    if len(pairs) > MAX_ARCS:
+        words = f"{' – '.join(sites)}: {speed(link)}"
+        x = max((left + right) / 2, 12 + CHARACTER / 2 * len(words))
+        parts.append(tag("text", words, x=at(x), y=at(y - 5), class_="m"))
+    if len(joined) > MAX_ARCS:
         y += 18
-        parts.append(
-            tag(
-                "text",
-                f"… and {len(pairs) - MAX_ARCS} more pairs of sites, in the table",
-                x="8",
-                y=at(y),
-            )
-        )
+        words = f"… and {len(joined) - MAX_ARCS} more links, in the table"
+        parts.append(tag("text", words, x="8", y=at(y)))
     return parts, y + 12
-
-
-def device_table(cluster: Cluster) -> Sequence[Sequence[str]]:
-    """Returns one row per group of like devices in a site."""
-    return [[g.site, g.kind, str(g.num_devices), str(len(g.nodes))] for g in cluster.groups()]

@@ -215,8 +215,9 @@ class _Chart:
             for c in range(int(s.start_s / step), min(len(took) - 1, int(s.end_s / step)) + 1):
                 share = min(s.end_s, (c + 1) * step) - max(s.start_s, c * step)
                 took[c][_kind(s)] = took[c].get(_kind(s), 0.0) + share
-        # A column belongs to nobody where more than half of it is idle.
-        most = [max(t, key=lambda k: t[k]) if sum(t.values()) > step / 2 else "idle" for t in took]
+        # A column of a device belongs to nobody where more than half of it is idle; a line is mostly idle.
+        least = step / 2 if idle else 0.0
+        most = [max(t, key=lambda k: t[k]) if sum(t.values()) > least else "idle" for t in took]
         paths: dict[str, list[str]] = {}
         for kind, run_of in itertools.groupby(enumerate(most), key=lambda x: x[1]):
             columns = [c for c, _ in run_of]

@@ -55,7 +55,13 @@ def stepper_picture(name: str, steps: Sequence[PassStep]) -> Picture:
     body = join(
         [
             tag("p", tag("b", title), " — choose a pass to see what it changed"),
-            tag("div", *parts, class_="hj-step", data_picture="stepper"),
+            tag(
+                "div",
+                *parts,
+                class_="hj-step",
+                data_picture="stepper",
+                style=f"grid-template-rows:repeat({len(steps)},min-content) 1fr",
+            ),
         ]
     )
     return Picture(title, body, "\n".join(text))

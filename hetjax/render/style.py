@@ -36,8 +36,10 @@ STYLE = """
 background:rgba(128,128,128,.1);padding:.4em}.hj .faint{opacity:.7}.hj svg{max-width:100%;height:auto;display:block}
 .hj .bad{font-weight:700;text-decoration:underline}.hj .del{background:rgba(212,103,74,.25)}
 .hj .ins{background:rgba(79,163,95,.25)}
-.hj-step>input{position:absolute;opacity:0}.hj-step>label{display:block;padding:.1em .6em;cursor:pointer;
-border-left:3px solid rgba(128,128,128,.3)}.hj-step>div{display:none}
+.hj-step{display:grid;grid-template-columns:minmax(14em,23em) minmax(0,1fr);gap:0 .8em}
+.hj-step>input{position:absolute;opacity:0}.hj-step>label{grid-column:1;padding:.1em .6em;cursor:pointer;
+border-left:3px solid rgba(128,128,128,.3)}.hj-step>div{display:none;grid-column:2;grid-row:1/-1;min-width:0}
+.hj-step>div>pre{max-height:44em;overflow:auto}
 .hj-step>input:checked+label{border-left-color:#4a90d9;font-weight:600;background:rgba(128,128,128,.14)}
 .hj-step>input:focus-visible+label{outline:2px solid #4a90d9}.hj-step>input:checked+label+div{display:block}
 """

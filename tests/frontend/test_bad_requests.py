@@ -1,5 +1,6 @@
 """Requests that cannot be met: one clear error each, with the numbers and what to do."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -142,7 +143,7 @@ def test_a_cluster_that_is_not_at_hand_lists_both_and_the_ways_on(tmp_path):
 def test_an_unequal_plan_is_refused(tmp_path):
     step, state, batch = make_linen()
     plan = hetjax.parallelize(step, num_stages=2, num_microbatches=2, mesh="1,1").plan_for(state, batch)
-    other = plan.with_(stages=(plan.stages[0], plan.stages[0]))
+    other = dataclasses.replace(plan, stages=(plan.stages[0], plan.stages[0]))
     with pytest.raises(hetjax.errors.HetjaxError, match="device"):
         hetjax.parallelize(step, plan=other)(state, batch)
 
