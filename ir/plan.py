@@ -21,6 +21,8 @@ from hetjax.ir.program import Spec
 from hetjax.ir.suggest import nearest
 
 VERSION = 1
+# Decisions that `Plan.with_` prices, beside those about stages and specs.
+REPRICED = ("num_microbatches", "schedule", "warmups", "state_specs", "per_microbatch")
 # Where a number comes from.
 SOURCES = ("measured", "imported", "analytic", "given")
 
@@ -112,8 +114,9 @@ class Plan(Shown):
     ) -> Plan:
         """Returns the plan with some decisions changed; all others stay, nothing is searched.
 
-        A plan that came with its step (`train_step.plan`, `hetjax.rehearse(…).plan`) is priced anew, and
-        `delta` of the new one tells what that changed. Any other keeps the numbers it has.
+        A plan that came with its step (`train_step.plan`, `hetjax.rehearse(…).plan`) is lowered and priced
+        anew where only `REPRICED` decisions change, and `delta` of the new one tells what that changed.
+        Any other, or with other fields changed, has what is given and else the numbers it had.
 
             plan.with_(num_microbatches=8, schedule="gpipe")
             plan.with_(stage={1: {"mesh": (3, 2), "first": "GPT/block_2"}})
@@ -129,7 +132,8 @@ class Plan(Shown):
           PlanError: there is no such field, stage, leaf or axis, or the plan cannot be had so.
           MicrobatchError: the step cannot be split into so many microbatches.
         """
-        if self.costing is not None:
+        decided = bool(stage or spec or changes) and set(changes) <= set(REPRICED)
+        if self.costing is not None and decided:
             return self.costing.changed(self, stage, spec, changes)
         from hetjax.ir.plan_changes import changed_plan
 

@@ -112,11 +112,11 @@ class Costing:
         stages = tuple(self._placed(k, s, plan) for k, s in enumerate(new.stages))
         new = dataclasses.replace(new, stages=stages)
         verify_plan(new, self.cluster)
-        bundle = self._lowered(new, plan)
-        costing = dataclasses.replace(self, bundle=bundle, before=self)
-        priced = dataclasses.replace(costing, bundle=bundle.replace(plan=costing._priced()))
-        priced.__dict__["estimate"] = costing.estimate  # it does not depend on what a plan predicts
-        return priced.bundle.plan.costed_by(priced) if priced.bundle.plan else new
+        after = dataclasses.replace(self, bundle=self._lowered(_unpriced(new), plan), before=self)
+        bound = after.bound.plan
+        if bound is None:
+            raise PlanError("nothing was lowered")
+        return bound
 
     def _lowered(self, new: Plan, old: Plan) -> Bundle:
         if new.num_microbatches == old.num_microbatches:
@@ -128,22 +128,6 @@ class Costing:
             reason = "one microbatch needs no proof"
         new = dataclasses.replace(new, microbatch_reason=reason, warmups=())
         return build_bundle(self.traced, self.cluster, dataclasses.replace(self.options, plan=new))
-
-    def _priced(self) -> Plan:
-        """Returns the plan with its predicted times."""
-        plan, estimate, program = self.bundle.plan, self.estimate, self.bundle.program
-        if plan is None or program is None:
-            raise PlanError("the bundle holds no program")
-        each = [
-            sum(estimate.fragments[f.name].seconds for f in program.fragments if f.stage == s and f.per_microbatch)
-            for s in range(plan.num_stages)
-        ]  # fmt: skip
-        stages = tuple(dataclasses.replace(s, predicted_s=t) for s, t in zip(plan.stages, each))
-        kept = [s for s in plan.sources if s[0] not in ("predicted_s", "stage times")]
-        sources = (*kept, ("predicted_s", "analytic"), ("stage times", "analytic"))
-        return dataclasses.replace(
-            plan, stages=stages, predicted_s=estimate.iteration_s, sources=sources
-        )
 
     def _placed(self, number: int, stage: StagePlan, old: Plan) -> StagePlan:
         """Returns a stage whose site and kind are those of its devices, its name of modules left out if cut anew."""
@@ -197,6 +181,15 @@ class Costing:
                 if a.ref in together and graph.avals[a.ref].shape == shape and a.path not in spec
             }
         return out
+
+
+def _unpriced(plan: Plan) -> Plan:
+    """Returns the plan without the numbers that its decisions had; lowering writes those of the new ones."""
+    stages = tuple(
+        dataclasses.replace(s, predicted_s=None, peak_bytes=None, sent_bytes=None) for s in plan.stages
+    )
+    kept = tuple(s for s in plan.sources if s[0] not in ("stage times", "step time", "memory"))
+    return dataclasses.replace(plan, stages=stages, predicted_s=None, sources=kept)
 
 
 def delta_of(before: Costing, after: Costing) -> Delta:

@@ -123,6 +123,12 @@ def test_a_plan_without_its_step_keeps_its_numbers(rehearsal):
     assert changed.delta is None and changed.costing is None
 
 
+def test_numbers_given_by_hand_are_kept(rehearsal):
+    changed = rehearsal.plan.with_(predicted_s=123.0)
+    assert changed.predicted_s == 123.0 and changed.costing is None
+    assert rehearsal.plan.with_() == rehearsal.plan
+
+
 def test_the_plan_of_a_function_can_be_changed_and_run(ran, small_step):
     step, state, batch = small_step
     plan = ran.plan.with_(schedule="gpipe")
