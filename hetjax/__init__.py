@@ -20,6 +20,7 @@ _EXPORTS = {
     "Cluster": "hetjax.ir.cluster",
     "Plan": "hetjax.ir.plan",
     "PerWorker": "hetjax.optim.worker_axis",
+    "check": "hetjax.frontend.check_report",
     "average_params": "hetjax.optim._slamb",
     "data_parallel_step": "hetjax.optim.worker_axis",
     "gather": "hetjax.frontend.placement",
@@ -38,6 +39,7 @@ __all__ = ["__version__", *sorted([*_EXPORTS, *_MODULES])]
 
 if TYPE_CHECKING:
     from hetjax import errors as errors
+    from hetjax.frontend.check_report import check as check
     from hetjax.frontend.decorator import parallelize as parallelize
     from hetjax.frontend.dry_run import rehearse as rehearse
     from hetjax.frontend.placement import gather as gather

@@ -12,13 +12,10 @@ import click
 
 from hetjax.cli.devices import ensure_devices, force_cpu_devices
 from hetjax.cli.main import EXIT_GOOD, EXIT_NEGATIVE, EXIT_REFUSED
-from hetjax.ir.errors import HetjaxError, LoweringError, MicrobatchError
+from hetjax.ir.errors import HetjaxError
 
 if TYPE_CHECKING:
-    from hetjax.frontend.compare import Difference
     from hetjax.frontend.parity import StepParity
-
-NUM_WORST = 8
 
 
 @click.command("check")
@@ -78,90 +75,24 @@ def _check(
     progress: Callable[[str], None] | None,
 ) -> tuple[dict[str, Any], int]:
     force_cpu_devices(max(8, needed))
-    import hetjax
     from hetjax.cli.target import load_case
-    from hetjax.frontend.parity import side_by_side
+    from hetjax.frontend.check_report import run_check
 
-    notes = [n for n in (ensure_devices(needed) if options["cluster"] is None else "",) if n]
+    notes = tuple(n for n in (ensure_devices(needed) if options["cluster"] is None else "",) if n)
     case = load_case(target)
-    report: dict[str, Any] = {
-        "ok": False, "refused": False, "name": case.meta.get("name", target), "steps": 0,
-        "max_abs": None, "max_rel": None, "worst": [], **_bounds(tolerance, None),
-        "stages": None, "microbatches": None, "bytes_between_stages": None, "groups": [], "notes": notes,
-    }
     given = {k: v for k, v in options.items() if v not in (None, False)}
     if case.meta.get("donate"):
         given["donate"] = bool(case.meta["donate"])
-    done: list[StepParity] = []
-    try:
-        parallel = hetjax.parallelize(case.step, **given)
-        for parity in side_by_side(case, parallel, num_steps, tolerance=tolerance):
-            done.append(parity)
-            if progress:
-                progress(f"step {parity.step}: {'equal' if parity.ok else 'UNEQUAL'}")
-    except (MicrobatchError, LoweringError) as error:
-        report |= {
-            "refused": True, "reason": getattr(error, "reason", str(error)), "error": str(error),
-            "equation": getattr(error, "equation", ""), "module": getattr(error, "module_path", ""),
-            "source": getattr(error, "source", ""),
-        }
-        return report, EXIT_REFUSED
-    report |= _summary(done, tolerance)
-    stats = parallel.stats()
-    report |= {k: stats[k] for k in ("stages", "microbatches", "bytes_between_stages")}
-    return report, EXIT_GOOD if report["ok"] else EXIT_NEGATIVE
 
+    def tell(parity: StepParity) -> None:
+        if progress:
+            progress(f"step {parity.step}: {'equal' if parity.ok else 'UNEQUAL'}")
 
-def _summary(done: list[StepParity], tolerance: Any) -> dict[str, Any]:
-    from hetjax.frontend.compare import worst
-
-    flat = [(p.step, d) for p in done for d in p.differences]
-    differences = [d for _, d in flat]
-    step_of = {id(d): step for step, d in flat}
-    float_leaves = [d for d in differences if d.rule not in ("exact", "structure")]
-    unequal = [d for d in differences if not d.ok]
-    shown = worst(unequal or float_leaves, NUM_WORST)
-    groups = []
-    for name in dict.fromkeys(d.group for d in differences):
-        members = [d for d in differences if d.group == name]
-        top = worst(members, 1)[0]
-        groups.append({
-            "group": name, "leaves": len(members) // len(done), "rules": sorted({d.rule for d in members}),
-            "max_abs": max(d.max_abs for d in members), "of_bound": top.excess, "ok": top.ok,
-        })
-    notes = sorted({f"{d.path}: {d.note}" for d in differences if d.note and d.ok})
-    if any(d.rule == "normalised" for d in differences):
-        notes.append(
-            "the optimizer divides by the size of the gradient: parameters whose gradient is rounding noise "
-            "were judged by their moments (rule 'normalised')"
-        )
-    only_parameters = unequal and all(d.rule == "leaf" and d.path.startswith("state/") for d in unequal)
-    if only_parameters and any(d.rule == "moment" for d in differences):
-        notes.append(
-            "only parameters differ and every moment is equal: an optimizer that normalises in a way not known "
-            "here amplifies rounding; compare with optax.sgd, or give --rtol"
-        )
-    return {
-        "ok": not unequal, "steps": len(done), "notes": notes,
-        "max_abs": max((d.max_abs for d in differences), default=0.0),
-        "max_rel": max((d.max_rel for d in differences), default=0.0),
-        "worst": [{"step": step_of[id(d)], **_leaf(d)} for d in shown],
-        "groups": groups, **_bounds(tolerance, done[0].computed_in),
-    }
-
-
-def _leaf(d: Difference) -> dict[str, Any]:
-    return {
-        "path": d.path, "rule": d.rule, "max_abs": d.max_abs, "max_rel": d.max_rel, "size": d.size,
-        "allowed": d.allowed, "ok": d.ok, "note": d.note,
-    }
-
-
-def _bounds(tolerance: Any, computed_in: Any) -> dict[str, float]:
-    from hetjax.frontend.compare import F32
-
-    bound = tolerance or computed_in or F32
-    return {"rtol": bound.rtol, "atol": bound.atol}
+    name = case.meta.get("name", target)
+    report = run_check(case, num_steps, name, tolerance, given, notes=notes, progress=tell)
+    if report.refusal is not None:
+        return report.as_dict(), EXIT_REFUSED
+    return report.as_dict(), EXIT_GOOD if report.ok else EXIT_NEGATIVE
 
 
 def _tolerance(rtol: float | None, atol: float | None) -> Any:

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("hetjax.cli.demo", "demo", "Train a small GPT across two unlike sites and prove it equal to plain jit."),
     "explain": ("hetjax.cli.explain", "explain", "Explain a plan: stages, reshards, memory, and why a value is where it is."),
     "opt": ("hetjax.cli.opt", "opt", "Run passes on a step and show what each of them did."),
+    "report": ("hetjax.cli.report", "report", "Write a dumped run as one page, or as text that diffs."),
     "schedule": ("hetjax.cli.schedule", "schedule", "Make a pipeline schedule from plain times, prove it and draw it."),
     "simulate": ("hetjax.cli.simulate", "simulate", "Say what a plan should take before anything runs."),
     "trace": ("hetjax.cli.trace", "trace", "Trace a train step to IR text."),

@@ -17,6 +17,7 @@ from hetjax.frontend.planning import (
     Options,
     build_bundle,
     parse_mesh,
+    priced,
     still_refused,
     warn_of_one_microbatch,
 )
@@ -299,6 +300,7 @@ class ParallelFunction(Shown):
         refusal = micro.refusal if micro is not None and not micro.accepted else None
         if refusal is not None and not still_refused(traced, self.cluster, self.options, refusal):
             return None
+        bundle = priced(traced, self.cluster, self.options, bundle)
         entry = Entry(bundle, structure, traced.returned)
         try:
             entry.compile(self.devices, self._progress, self._emulate())

@@ -54,10 +54,15 @@ def build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
       MicrobatchError: more microbatches were asked for than can be proved.
       PlanError: no plan fits the request, or the plan given does not fit the step or cluster.
     """
-    from hetjax.frontend.whatif import Costing
-
     with ambient(environment_instruments(traced.graph.name)):
         bundle = _build_bundle(traced, cluster, options)
+    return priced(traced, cluster, options, bundle)
+
+
+def priced(traced: Traced, cluster: Cluster, options: Options, bundle: Bundle) -> Bundle:
+    """Returns the bundle with its plan bound to the step, so that `Plan.with_` prices what it changes."""
+    from hetjax.frontend.whatif import Costing
+
     return Costing(traced, cluster, options, bundle).bound
 
 

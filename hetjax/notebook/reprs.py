@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+from hetjax.frontend.check_report import CheckReport
 from hetjax.frontend.decorator import ParallelFunction
 from hetjax.frontend.dry_run import Rehearsal
 from hetjax.frontend.whatif import Delta
@@ -21,6 +23,7 @@ from hetjax.passes.simulator import Timeline
 from hetjax.render.cluster_map import cluster_picture
 from hetjax.render.delta_view import delta_picture
 from hetjax.render.graph_view import fragment_picture, graph_picture, mesh_picture, program_picture
+from hetjax.render.line_charts import bars_picture
 from hetjax.render.markup import fold, join, table, tag
 from hetjax.render.picture import Picture, stack
 from hetjax.render.sharding_view import spec_words
@@ -185,8 +188,63 @@ def _delta(d: Delta) -> Picture:
     return delta_picture(d.name, d.decisions, d.costs, d.over)
 
 
+def _check(r: CheckReport) -> Picture:
+    facts, text = r.as_dict(), str(r)
+    title = text.splitlines()[0]
+    parts = [tag("p", tag("b", title, class_=None if r.ok else "bad"))]
+    if r.refusal is not None:
+        where = [[k, facts[k]] for k in ("equation", "module", "source") if facts[k]]
+        return Picture(title, join([*parts, tag("p", facts["error"]), table([], where)]), text)
+    groups = [
+        [
+            g["group"],
+            str(g["leaves"]),
+            ", ".join(g["rules"]),
+            f"{g['max_abs']:.3g}",
+            "equal" if g["ok"] else "UNEQUAL",
+        ]
+        for g in facts["groups"]
+    ]
+    parts.append(table(["tree", "leaves", "judged by", "max difference", ""], groups))
+    bars = [
+        (f"{g['group']}", min(g["of_bound"], 1e3))
+        for g in facts["groups"]
+        if math.isfinite(g["of_bound"])
+    ]
+    said = lambda v: f"{v:.3g} of its bound"  # noqa: E731
+    parts.append(
+        tag(
+            "div",
+            bars_picture(
+                bars, "largest difference of each tree", said, lines=[("bound", 1.0)]
+            ).body,
+        )
+    )
+    leaves = [
+        [
+            str(d["step"]),
+            d["path"],
+            d["rule"],
+            f"{d['max_abs']:.3g}",
+            f"{d['allowed']:.3g}",
+            d["note"],
+        ]
+        for d in facts["worst"]
+    ]
+    parts.append(
+        fold(
+            "the leaves nearest to their bound, or past it",
+            table(["step", "leaf", "rule", "difference", "allowed", ""], leaves),
+            open_=not r.ok,
+        )
+    )
+    parts += [tag("p", note, class_="faint") for note in facts["notes"]]
+    return Picture(title, join(parts), text)
+
+
 _DRAW: dict[type, Callable[[Any], Picture]] = {
     Graph: graph_picture, Program: program_picture, StageMesh: mesh_picture, Fragment: fragment_picture,
     Plan: _plan, StagePlan: _stage, Cluster: cluster_picture, Bundle: _bundle, Timeline: views.gantt,
     ProgramEstimate: _estimate, Rehearsal: _rehearsal, ParallelFunction: _function, Delta: _delta,
+    CheckReport: _check,
 }  # fmt: skip

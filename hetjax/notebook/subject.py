@@ -132,7 +132,7 @@ def _of_function(function: ParallelFunction) -> Subject:
         return Subject(entry.bundle, known)
     measured = timeline(executor.times, len(entry.program.tasks))
     if known is not None:
-        measured = _on_lines_of(measured, known.timeline)
+        measured = on_lines_of(measured, known.timeline)
     emulation = executor.emulation
     modelled: set[Span] = set(measured.transfers) if emulation is not None else set()
     if emulation is not None:
@@ -145,7 +145,7 @@ def _of_function(function: ParallelFunction) -> Subject:
     return Subject(entry.bundle, known, measured, frozenset(modelled))
 
 
-def _on_lines_of(measured: Timeline, simulated: Timeline) -> Timeline:
+def on_lines_of(measured: Timeline, simulated: Timeline) -> Timeline:
     """Returns measured times with transfers on the lines the simulator has them on, so that they are drawn together."""
     place = {s.task.work: s.place for s in simulated.transfers if s.task.work}
     moved = (
