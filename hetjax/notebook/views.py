@@ -16,9 +16,8 @@ from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
 from hetjax.ir.plan import Plan
 from hetjax.notebook.subject import Subject, subject_of
-from hetjax.passes.cost.memory import parts_of, split_axes
-from hetjax.passes.cost.program_price import product_dtype
-from hetjax.passes.cost.traffic import memory_traffic
+from hetjax.passes.cost.program_price import fragment_work
+from hetjax.passes.cost.work import computed_dtype
 from hetjax.passes.simulator import Timeline
 from hetjax.render.cluster_map import cluster_picture
 from hetjax.render.delta_view import delta_picture
@@ -161,29 +160,19 @@ def roofline(value: Any) -> Picture:
     program, cluster, estimate = s.program, _cluster(s), s.estimate
     roofs: dict[str, Roof] = {}
     points = []
-    for f in program.fragments:
-        mesh = program.meshes[f.stage]
-        kind = cluster.kind(mesh.kind)
-        avals = program.micro_avals if f.per_microbatch else program.avals
-        axes = split_axes(f.ops, f.inputs)
-        traffic = memory_traffic(f.ops, avals, [p.ref for p in f.outputs])
-        flops = nbytes = 0.0
-        for op, (read, written) in zip(f.ops, traffic):
-            parts = parts_of(frozenset().union(*(axes.get(r, frozenset()) for r in op.refs)), mesh)
-            flops += (op.cost.flops if op.cost else 0) / parts
-            nbytes += (read + written) / parts
-            dtype = product_dtype(op, avals, kind)
-            if dtype is not None and kind.name not in roofs:
-                peaks = dict(kind.peak_flops)
-                used = dtype if dtype in peaks else "f32"
-                roofs[kind.name] = Roof(
-                    kind.name, kind.peak(used), kind.memory_bandwidth_bytes_s, used
-                )
+    for f in sorted(program.fragments, key=lambda f: -estimate.fragments[f.name].compute.seconds):
+        kind = cluster.kind(program.meshes[f.stage].kind)
+        work = fragment_work(program, f, cluster)
+        flops = sum(k.count * k.flops for k in work.kernels)
+        nbytes = sum(k.count * k.nbytes for k in work.kernels)
         if kind.name not in roofs:
-            roofs.setdefault(
-                kind.name,
-                Roof(kind.name, kind.peak("f32"), kind.memory_bandwidth_bytes_s, "f32"),
-            )
+            # Of what the largest product computes in; the f32 peak where there is no product.
+            largest = max(work.kernels, key=lambda k: (k.product, k.count * k.flops), default=None)
+            dtype = "f32"
+            if largest is not None and largest.product:
+                dtype = computed_dtype(largest.dtype, largest.precise, kind)
+            used = dtype if dtype in dict(kind.peak_flops) else "f32"
+            roofs[kind.name] = Roof(kind.name, kind.peak(used), kind.memory_bandwidth_bytes_s, used)
         seconds = estimate.fragments[f.name].compute.seconds
         runs = program.num_microbatches if f.per_microbatch else 1
         points.append(Point(f.name, kind.name, flops, nbytes, seconds, seconds * runs))

@@ -81,7 +81,9 @@ def test_a_function_shows_its_plan_and_then_what_was_measured(ran, small_step):
 
 def test_a_check_shows_every_tree_beside_its_bound(small_step):
     step, state, batch = small_step
-    report = hetjax.check(step, state, [batch], steps=1, num_stages=2, num_microbatches=2, mesh="1,1")
+    report = hetjax.check(
+        step, state, [batch], steps=1, num_stages=2, num_microbatches=2, mesh="1,1"
+    )
     html, text = shown(report)
     assert report.ok and "equal to plain jit over 1 steps (2 stages, 2 microbatches)" in text
     groups = {g["group"]: g["of_bound"] for g in report.as_dict()["groups"]}
@@ -95,14 +97,18 @@ def test_a_check_shows_every_tree_beside_its_bound(small_step):
     # One leaf past its bound, and the whole is not equal.
     leaf = report.steps[0].differences[0]
     past = dataclasses.replace(leaf, max_rel=2 * leaf.rtol + 1, note="made so")
-    wrong = dataclasses.replace(report.steps[0], differences=(past, *report.steps[0].differences[1:]))
+    wrong = dataclasses.replace(
+        report.steps[0], differences=(past, *report.steps[0].differences[1:])
+    )
     unequal = dataclasses.replace(report, steps=(wrong,))
     assert not unequal.ok and "UNEQUAL" in shown(unequal)[1] and past.path in shown(unequal)[0]
 
 
 def test_a_refusal_says_where(small_step):
     step, state, batch = small_step
-    refused = hetjax.check(step, state, [batch], steps=1, num_stages=2, num_microbatches=8, mesh="1,1")
+    refused = hetjax.check(
+        step, state, [batch], steps=1, num_stages=2, num_microbatches=8, mesh="1,1"
+    )
     html, text = shown(refused)
     assert not refused.ok and refused.refusal is not None
     assert "refused" in text and "tests/support.py" in html
