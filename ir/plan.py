@@ -287,6 +287,9 @@ def _stage_problems(i: int, stage: StagePlan, cluster: Cluster) -> list[str]:
     present = [cluster.devices[d] for d in stage.devices if d not in missing]
     for what, said in (("kind", stage.kind), ("site", stage.site)):
         names = sorted({getattr(d, what) for d in present})
+        known = [x.name for x in (cluster.kinds if what == "kind" else cluster.sites)]
+        if said not in known:
+            out.append(f"stages[{i}].{what}: unknown {what} {said!r}{nearest(said, known)}")
         if len(names) > 1:
             out.append(f"stage {i} mixes {what}s {', '.join(names)}; a stage has one")
         elif names and names[0] != said:

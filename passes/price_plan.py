@@ -86,9 +86,10 @@ class PriceStep:
 
 def _stage_seconds(program: Program, cluster: Cluster) -> list[float]:
     seconds = [0.0] * len(program.meshes)
-    for f in program.fragments:
-        if f.per_microbatch:
-            seconds[f.stage] += fragment_price(program, f, cluster).seconds
+    # A step that is neither cut nor split is one fragment, and has no microbatches to run it for.
+    mine = [f for f in program.fragments if f.per_microbatch] or list(program.fragments)
+    for f in mine:
+        seconds[f.stage] += fragment_price(program, f, cluster).seconds
     return seconds
 
 

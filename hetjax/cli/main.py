@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "agent": ("hetjax.cli.agent", "agent", "Hold this host's part of in-memory checkpoints."),
     "bisect": ("hetjax.cli.bisect", "bisect", "Find the pass and the rewrite that break a step."),
     "bugreport": ("hetjax.cli.bugreport", "bugreport", "Bundle a reproducer, versions and cluster, anonymous, into one archive."),
+    "calibrate": ("hetjax.cli.calibrate", "calibrate", "Measure layers and links, and fit what plans are priced by."),
     "ckpt": ("hetjax.cli.ckpt", "ckpt", "List, check, repair, drain and size in-memory checkpoints."),
     "check": ("hetjax.cli.check", "check", "Run plain jit and hetjax side by side and compare every leaf."),
     "cluster": ("hetjax.cli.cluster", "cluster", "Show, validate and write cluster descriptions."),

@@ -32,7 +32,7 @@ Answer = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 @click.option("--microbatches", type=click.IntRange(1), help="FILE.py:build: number of microbatches.")
 @click.option("--mesh", metavar="D,M", help='FILE.py:build: data and model axis, "2,1", or "2,1;3,2" per stage.')
 @click.option("--schedule", help="FILE.py:build: the schedule's name.")
-@click.option("--profiles", type=click.Path(exists=True, path_type=Path), help="The folder of published profiles [the one PROGRAM lies in].")
+@click.option("--profiles", type=click.Path(exists=True, path_type=Path), help="A profile store of hetjax calibrate; for a published plan, the folder of published profiles [the one PROGRAM lies in].")
 @click.option("--model", help="Which published model the plan is for [the one with as many layers].")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="auto", show_default=True, help="Whose plan it is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -74,10 +74,9 @@ def _simulate(
         if asked:
             raise click.UsageError(f"{' and '.join(asked)}: a published plan is made")
         return _published(Path(program), text, cluster, profiles, model)
-    unused = [name for name, value in (("--profiles", profiles), ("--model", model)) if value is not None]
-    if unused:
-        raise click.UsageError(f"{' and '.join(unused)}: only published plans (--format sailor) need it")
-    return _own(program, cluster, plan_file, request)
+    if model is not None:
+        raise click.UsageError("--model: only published plans (--format sailor) need it")
+    return _own(program, cluster, plan_file, profiles, request)
 
 
 def _published(
@@ -116,7 +115,9 @@ def _published(
     return facts, events
 
 
-def _own(program: str, cluster_file: str | None, plan_file: str | None, request: dict[str, Any]) -> Answer:
+def _own(
+    program: str, cluster_file: str | None, plan_file: str | None, profiles: Path | None, request: dict[str, Any]
+) -> Answer:
     from hetjax.ir.plan import verify_plan
 
     if is_traced(program):
@@ -135,7 +136,9 @@ def _own(program: str, cluster_file: str | None, plan_file: str | None, request:
         raise PlanError(f"{program} names the cluster {plan.cluster!r} but does not describe it; give --cluster FILE")
     verify_plan(plan, cluster)
     if bundle.graph is not None and bundle.program is not None and _priced(bundle.program):
-        return _estimated(program, bundle, plan)
+        return _estimated(program, bundle, plan, profiles)
+    if profiles is not None:
+        raise click.UsageError(f"--profiles: {program} has no ops to price; give FILE.py:build --plan {program}")
     return _planned(program, plan, cluster, bundle.program)
 
 
@@ -165,18 +168,24 @@ def _priced(program: Any) -> bool:
     return any(program.tasks) and all(op.cost for f in program.fragments for op in f.ops)
 
 
-def _estimated(program: str, bundle: Bundle, plan: Plan) -> Answer:
+def _estimated(program: str, bundle: Bundle, plan: Plan, profiles: Path | None) -> Answer:
     """Returns the answer for a complete bundle: every op priced, memory by liveness."""
     from hetjax.emit.chrome import chrome_trace
     from hetjax.passes.cost.estimate import estimate_program
 
-    found = estimate_program(bundle)
+    judge = None
+    if profiles is not None:
+        from hetjax.passes.cost.judge import Judge
+
+        judge = Judge.load(profiles)
+    found = estimate_program(bundle, judge=judge)
     facts = {
         "ok": True, "plan": program, "format": "hetjax", "model": plan.name, "stages": plan.num_stages,
         "microbatches": plan.num_microbatches, "iteration_s": found.iteration_s,
         "lower_bound_s": found.lower_bound_s, "peak_bytes": list(found.peak_bytes),
         "peak_in_flight": list(found.timeline.peak_in_flight), "bubble": found.bubble,
         "exposed_comm_s": found.exposed_comm_s, "over_memory": list(found.over),
+        "uncertainty": found.uncertainty, "host_bound_s": found.host_bound_s,
         "emulated": [{"stage": s, "dtype": dtype} for s, dtype in found.emulated],
         "sources": dict(found.sources),
     }

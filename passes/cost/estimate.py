@@ -11,6 +11,8 @@ from hetjax.ir.display import Shown
 from hetjax.ir.errors import PlanError
 from hetjax.ir.program import Program
 from hetjax.passes.bounds import lower_bound
+from hetjax.passes.cost.judge import Judge
+from hetjax.passes.cost.layers import layer_map, step_layers
 from hetjax.passes.cost.memory import StageMemory, stage_memory
 from hetjax.passes.cost.program_price import FragmentPrice, fragment_price
 from hetjax.passes.cost.roofline import ASSUMED, Efficiency
@@ -37,6 +39,9 @@ class ProgramEstimate(Shown):
       over: sentences about stages that hold more than their devices have.
       emulated: (stage, dtype) pairs computed by means of another dtype.
       sources: (what, where its numbers come from) pairs.
+      host_bound_s: what the processors of the busiest host need for all that runs on its CPU
+        devices, which share them; 0 where that is not known. The step takes no less.
+      uncertainty: standard deviation of log(iteration_s) by the residual forest's spread.
     """
 
     iteration_s: float
@@ -47,6 +52,8 @@ class ProgramEstimate(Shown):
     over: tuple[str, ...]
     emulated: tuple[tuple[int, str], ...]
     sources: tuple[tuple[str, str], ...]
+    host_bound_s: float = 0.0
+    uncertainty: float = 0.0
 
     @property
     def bubble(self) -> float:
@@ -65,13 +72,16 @@ class ProgramEstimate(Shown):
 
 
 def estimate_program(
-    bundle: Bundle, efficiency: Mapping[str, Efficiency] | None = None
+    bundle: Bundle,
+    efficiency: Mapping[str, Efficiency] | None = None,
+    judge: Judge | None = None,
 ) -> ProgramEstimate:
     """Returns what a bundle's program should take on its cluster.
 
     Args:
       bundle: with graph, cluster and a scheduled program.
       efficiency: curves by device kind; the platform's assumed one where absent.
+      judge: what was measured; takes the place of `efficiency`.
 
     Raises:
       PlanError: a part is missing, or a kind cannot compute in a dtype of its stage.
@@ -80,7 +90,9 @@ def estimate_program(
     graph, cluster, program = bundle.graph, bundle.cluster, bundle.program
     if graph is None or cluster is None or program is None or not program.tasks:
         raise PlanError("an estimate needs a graph, a cluster and a scheduled program")
-    prices = {f.name: fragment_price(program, f, cluster, efficiency) for f in program.fragments}
+    if judge is not None:
+        cluster = judge.wired(cluster)
+    prices = fragment_prices(bundle.replace(cluster=cluster), efficiency, judge)
     work_s = {name: price.seconds for name, price in prices.items()}
     in_flight = peak_in_flight(program.tasks)
     memory = tuple(
@@ -97,16 +109,58 @@ def estimate_program(
     emulated = [
         (f.stage, dtype) for f in program.fragments for dtype in prices[f.name].compute.emulated
     ]
+    host_s = _host_bound_s(program, cluster, prices, judge) if judge is not None else 0.0
+    runs = {f.name: program.num_microbatches if f.per_microbatch else 1 for f in program.fragments}
+    total = sum(runs[n] * p.seconds for n, p in prices.items())
+    unsure = sum(runs[n] * p.seconds * p.uncertainty for n, p in prices.items())
     return ProgramEstimate(
-        timeline.makespan_s,
-        bound,
+        max(timeline.makespan_s, host_s),
+        max(bound, host_s),
         timeline,
         prices,
         memory,
         _over(program, cluster, memory),
         tuple(dict.fromkeys(emulated)),
-        _sources(program, cluster, efficiency or {}),
+        _sources(program, cluster, efficiency or {}, prices, judge),
+        host_s,
+        unsure / total if total else 0.0,
     )
+
+
+def fragment_prices(
+    bundle: Bundle,
+    efficiency: Mapping[str, Efficiency] | None = None,
+    judge: Judge | None = None,
+) -> dict[str, FragmentPrice]:
+    """Returns the price of every fragment of a bundle's program, by name; see `estimate_program`."""
+    graph, cluster, program, micro = (
+        bundle.graph, bundle.cluster, bundle.program, bundle.microbatching
+    )  # fmt: skip
+    if cluster is None or program is None:
+        raise PlanError("prices need a cluster and a program")
+    if judge is None:
+        return {f.name: fragment_price(program, f, cluster, efficiency) for f in program.fragments}
+    layers = None
+    if graph is not None and micro is not None:
+        layers = layer_map(graph, micro, step_layers(graph, micro))
+    return {f.name: judge.price(program, f, cluster, layers) for f in program.fragments}
+
+
+def _host_bound_s(
+    program: Program, cluster: Cluster, prices: Mapping[str, FragmentPrice], judge: Judge
+) -> float:
+    """Returns the seconds that the busiest host's processors need for all its CPU devices do."""
+    needed: dict[str, float] = {}
+    for f in program.fragments:
+        mesh = program.meshes[f.stage]
+        processors = judge.store.hosts.get(mesh.kind, 0)
+        nodes = {cluster.devices[d].node for d in mesh.devices}
+        runs = program.num_microbatches if f.per_microbatch else 1
+        if processors:
+            for node in nodes:
+                share = runs * prices[f.name].host_s / len(nodes) / processors
+                needed[node] = needed.get(node, 0.0) + share
+    return max(needed.values(), default=0.0)
 
 
 def _least_costs(program: Program, cluster: Cluster, work_s: Mapping[str, float]) -> PipelineCosts:
@@ -147,9 +201,38 @@ def _over(program: Program, cluster: Cluster, memory: tuple[StageMemory, ...]) -
 
 
 def _sources(
-    program: Program, cluster: Cluster, efficiency: Mapping[str, Efficiency]
+    program: Program,
+    cluster: Cluster,
+    efficiency: Mapping[str, Efficiency],
+    prices: Mapping[str, FragmentPrice],
+    judge: Judge | None,
 ) -> tuple[tuple[str, str], ...]:
     kinds = sorted({m.kind for m in program.meshes})
+    if judge is not None:
+        efficiency = judge.store.efficiency
     curves = {k: efficiency.get(k, ASSUMED[cluster.kind(k).platform]).source for k in kinds}
     named = [(f"efficiency of {k}", "given" if s == "assumed" else s) for k, s in curves.items()]
-    return (("op costs", "analytic"), *named, ("links", "given"), ("memory", "analytic"))
+    head: list[tuple[str, str]] = [("op costs", "analytic")]
+    if judge is not None:
+        head = [("op costs", _shares(program, prices))]
+        head += [(f"kind {k}", judge.why_not(k)) for k in kinds if judge.why_not(k)]
+    return (*head, *named, ("links", "given"), ("memory", "analytic"))
+
+
+def _shares(program: Program, prices: Mapping[str, FragmentPrice]) -> str:
+    """Returns how much of the work's seconds comes from where: "measured 93 %, analytic 7 %"."""
+    shares: dict[str, float] = {}
+    for f in program.fragments:
+        runs = program.num_microbatches if f.per_microbatch else 1
+        price = prices[f.name]
+        for name, s in price.sources or (("analytic", price.seconds),):
+            # What a call takes at least was measured, too.
+            name = "measured" if name == "call" else name
+            shares[name] = shares.get(name, 0.0) + runs * s
+    total = sum(shares.values())
+    if not total:
+        return "analytic"
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    if len(ranked) == 1:
+        return ranked[0][0]
+    return ", ".join(f"{name} {s / total:.1%}" for name, s in ranked)

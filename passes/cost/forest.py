@@ -237,8 +237,8 @@ class ResidualForest:
             if not below.size:
                 break
             depth, at = depth + 1, below
-        flat = (self.feature, self.threshold, self.value.astype(float))
-        return roots, pairs.ravel(), *(x.ravel() for x in flat), depth
+        feature, threshold = self.feature.ravel(), self.threshold.ravel()
+        return roots, pairs.ravel(), feature, threshold, self.value.ravel().astype(float), depth
 
     # Text.
 

@@ -33,15 +33,25 @@ class FragmentPrice:
     """What one call of a fragment costs.
 
     Attributes:
-      compute: the ops.
-      collective_s: all-reduces inside it.
+      compute: the ops, by the analytic model.
+      collective_s: all-reduces inside it, by the analytic model.
+      judged_s: what measurements say instead; None where there are none.
+      uncertainty: standard deviation of log(seconds), where a forest says it; else 0.
+      sources: (source, seconds from it) pairs: "measured", "analytic", "analytic x forest", "call".
+      host_s: seconds of all processors of the host together, where devices are CPUs and measured.
     """
 
     compute: Price
     collective_s: float
+    judged_s: float | None = None
+    uncertainty: float = 0.0
+    sources: tuple[tuple[str, float], ...] = ()
+    host_s: float = 0.0
 
     @property
     def seconds(self) -> float:
+        if self.judged_s is not None:
+            return self.judged_s
         return self.compute.seconds + self.collective_s
 
 
@@ -78,10 +88,23 @@ def fragment_price(
     Raises:
       PlanError: the ops have no costs, or the kind has not and does not emulate one of their dtypes.
     """
+    return price_ops(
+        program, fragment, cluster, fragment_ops(program, fragment, cluster), efficiency
+    )
+
+
+def price_ops(
+    program: Program,
+    fragment: Fragment,
+    cluster: Cluster,
+    ops: Iterable[OpWork],
+    efficiency: Mapping[str, Efficiency] | None = None,
+) -> FragmentPrice:
+    """Returns `fragment_price` of a fragment whose ops are known already."""
     kind = cluster.kind(program.meshes[fragment.stage].kind)
     curve = (efficiency or {}).get(kind.name)
     compute, collective_s = FREE, 0.0
-    for work in fragment_ops(program, fragment, cluster):
+    for work in ops:
         collective_s += work.collective_s
         if work.kernel is None:
             continue

@@ -37,6 +37,13 @@ def test_a_lowered_plan_bears_what_the_estimate_says(bundle):
     assert {"stage times", "step time", "memory"} <= set(dict(plan.sources))
 
 
+def test_a_step_in_one_fragment_has_its_time():
+    step, state, batch = make_linen()
+    whole = hetjax.parallelize(step, num_stages=1, num_microbatches=1, mesh="1,1").lower(state, batch)._entry.bundle
+    (stage,) = whole.plan.stages
+    assert stage.predicted_s == pytest.approx(whole.plan.predicted_s) and stage.predicted_s > 0
+
+
 def test_priced_plans_stay_the_same_object(bundle):
     again = run_pipeline(bundle, [PriceStages(), PriceStep()])
     assert again is bundle
