@@ -150,7 +150,7 @@ def read_model(folder: str | Path, name: str) -> Model:
       PlanError: the folder has no such model; names the nearest.
     """
     folder = Path(folder)
-    infos = _load(folder / "llm_info.json")
+    infos = load_json(folder / "llm_info.json")
     if name not in infos:
         raise PlanError(f"{folder}: no model {name!r}{nearest(name, infos)}")
     sizes = {
@@ -167,14 +167,14 @@ def read_model(folder: str | Path, name: str) -> Model:
         path = folder / "profiles" / name / gpu / "profile.json"
         if not path.exists():
             continue
-        for microbatch, degrees in _load(path).items():
+        for microbatch, degrees in load_json(path).items():
             for tensor, layers in degrees.items():
                 for layer, (forward_s, backward_s, update_s) in layers.items():
                     key = LayerKey(name, kind, int(tensor), int(microbatch), layer)
                     entries.append((key, LayerTime(forward_s, backward_s, update_s, "imported")))
     shape = {}
     for path in sorted(folder.glob("training_config_*.json")):
-        config = _load(path)
+        config = load_json(path)
         if config.get("model") == name:
             shape = config
     return Model(
@@ -201,7 +201,7 @@ def model_of(folder: str | Path, plan: PublishedPlan) -> str:
       PlanError: none has, or several have; says which there are.
     """
     count = 1 + max(layer for stage in plan.layers for layer in stage)
-    infos = _load(Path(folder) / "llm_info.json")
+    infos = load_json(Path(folder) / "llm_info.json")
     layers = {name: len(next(iter(degrees.values()))) for name, degrees in infos.items()}
     fitting = [name for name, n in layers.items() if n == count]
     if len(fitting) == 1:
@@ -283,8 +283,8 @@ def plan_cluster(folder: str | Path, plan: PublishedPlan) -> Cluster:
     Raises:
       PlanError: a link the plan uses was not measured.
     """
-    inside = _load(Path(folder) / "links" / "intra_node_bandwidths.json")
-    between = _load(Path(folder) / "links" / "multizone_bandwidths_het.json")
+    inside = load_json(Path(folder) / "links" / "intra_node_bandwidths.json")
+    between = load_json(Path(folder) / "links" / "multizone_bandwidths_het.json")
 
     def site_of(r: Replica) -> str:
         return f"{r.zone}/{r.gpu}x{r.tensor}"
@@ -309,7 +309,7 @@ def plan_cluster(folder: str | Path, plan: PublishedPlan) -> Cluster:
                 )
             name = f"{site} nodes" if other == site else f"{site} - {other}"
             ends = () if other == site else (site, other)
-            links[name] = dataclasses.replace(_measured(name, entry, r.tensor), between=ends)
+            links[name] = dataclasses.replace(measured_link(name, entry, r.tensor), between=ends)
     sites = [Site(site, f"{site} nodes") for site in kinds]
     nodes = [
         Node(name, r.kind, r.tensor, site_of(r), f"{site_of(r)} inside")
@@ -328,18 +328,18 @@ def plan_cluster(folder: str | Path, plan: PublishedPlan) -> Cluster:
 
 def inside_link(folder: str | Path, gpu: str, gpus: int) -> Link:
     """Returns the link between GPUs of one node: as measured, or the usual one of their kind."""
-    inside = _load(Path(folder) / "links" / "intra_node_bandwidths.json")
+    inside = load_json(Path(folder) / "links" / "intra_node_bandwidths.json")
     return _inside(inside, gpu, gpus, f"{gpus} x {gpu} inside")
 
 
 def _inside(inside: Any, gpu: str, gpus: int, name: str) -> Link:
     entry = _dig(inside, gpu, str(gpus))
     if entry is not None:
-        return _measured(name, entry, max(1, gpus // 2))
+        return measured_link(name, entry, max(1, gpus // 2))
     return dataclasses.replace(presets.LINKS[presets.KIND_LINK[KINDS[gpu]]], name=name)
 
 
-def _measured(name: str, entry: Sequence[Any], pairs: int) -> Link:
+def measured_link(name: str, entry: Sequence[Any], pairs: int) -> Link:
     """Returns a link from their polynomial: what a node sends, by bytes of all pairs together.
 
     The latency is what a message of 10^6 bytes takes beyond the peak rate; the bandwidth never
@@ -365,7 +365,7 @@ def _dig(data: Any, *path: str) -> Any:
     return data
 
 
-def _load(path: Path) -> Any:
+def load_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,1 @@
+"""The planner's search: which devices, how cut, how sharded, in how many microbatches."""

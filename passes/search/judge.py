@@ -1,0 +1,109 @@
+"""What a search asks of a judge, whoever it is, and what a judge says of one plan in full.
+
+A judge is asked hundreds of thousands of times: it takes plain arguments and returns plain numbers, `inf`
+where a plan does not fit in memory or nothing is known of it. `report` takes its time and tells why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from hetjax.passes.search.space import Group, Micro, Outline, Problem
+
+INF = math.inf
+Edges = tuple[int, ...]
+Groups = tuple[Group, ...]
+# Running sums over layers of what a layer needs, and how much a stage may need.
+Room = tuple[Sequence[float], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageReport:
+    """One stage in full.
+
+    Attributes:
+      forward_s, backward_s: of one microbatch.
+      sync_s, update_s: after the last one.
+      peak_bytes: on the device that holds most, against
+      memory_bytes: what it has.
+      in_flight: activations held at once.
+    """
+
+    forward_s: float
+    backward_s: float
+    sync_s: float
+    update_s: float
+    peak_bytes: float
+    memory_bytes: float
+    in_flight: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a judge says of a plan.
+
+    Attributes:
+      seconds: a step; infinite where the plan cannot run.
+      bound_s: what no schedule of the same stages can beat.
+      schedule, warmups: the order it is judged by; () where the schedule has its own.
+      stages: each in full.
+      crossing_s: per boundary, what one activation takes on its way.
+      problems: why it cannot run, in sentences.
+    """
+
+    seconds: float
+    bound_s: float
+    schedule: str
+    warmups: tuple[int, ...]
+    stages: tuple[StageReport, ...]
+    crossing_s: tuple[float, ...]
+    problems: tuple[str, ...] = ()
+
+
+class Judge(Protocol):
+    """Prices plans; see the module's text.
+
+    Attributes:
+      name: "own" or "published".
+      problem: what it judges plans for.
+      exact: whether `bound_s` is `seconds` already.
+    """
+
+    name: str
+    problem: Problem
+    exact: bool
+
+    def bound_s(self, m: int, groups: Groups, edges: Edges) -> float:
+        """Returns the closed form: never more than `seconds`."""
+        ...
+
+    def seconds(self, m: int, groups: Groups, edges: Edges) -> float:
+        """Returns the seconds of a step."""
+        ...
+
+    def works(self, group: Group) -> tuple[Sequence[float], ...]:
+        """Returns, per part, running sums over layers of a microbatch's forward and backward."""
+        ...
+
+    def rooms(self, group: Group, in_flight: int) -> tuple[Room, ...]:
+        """Returns, per part, running sums of bytes and the bytes there are, with so many in flight."""
+        ...
+
+    def in_flight(self, stage: int, stages: int, m: int) -> int:
+        """Returns how many activations a stage must hold at least."""
+        ...
+
+    def known(self, group: Group) -> bool:
+        """Returns whether there are numbers for a group."""
+        ...
+
+    def floor_s(self, micro: Micro) -> float:
+        """Returns seconds that every plan with this division pays beyond its pipeline."""
+        ...
+
+    def report(self, outline: Outline) -> Report:
+        """Returns all there is to say of a plan."""
+        ...

@@ -1,0 +1,275 @@
+"""Local refinement: plans that look good are climbed from, neighbour by neighbour, in small portions.
+
+The search alternates: it draws plans, and gives the refinement so many evaluations for each. The refinement
+climbs from the best plan that it has not climbed from, one of each division of the batch at first, then from
+plans two or three random moves away from the best of all. Neighbours are tried in random order and the first
+better one is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+from hetjax.passes.search.evaluator import distinct
+from hetjax.passes.search.judge import INF
+from hetjax.passes.search.space import Group, Micro, Outline, Part, placeable
+from hetjax.passes.search.view import View
+
+Groups = tuple[Group, ...]
+
+# Plans within this factor of the best are climbed from.
+_REACH = 1.3
+# A climb ends after so many neighbours that are no better.
+_PATIENCE = 300
+
+
+class Refiner:
+    """Improves plans; the results are where the evaluator keeps its best.
+
+    Args:
+      view: the problem.
+      seed: of the order of neighbours.
+    """
+
+    def __init__(self, view: View, seed: int):
+        self.view = view
+        self.problem = view.problem
+        self.evaluator = view.evaluator
+        self.random = random.Random(seed)
+        self._starts: dict[tuple[Micro, Groups], float] = {}
+        self._done: set[tuple[Micro, Groups]] = set()
+        self._values: dict[tuple[Micro, Groups], float] = {}
+        self._climb: Iterator[None] | None = None
+
+    def offer(self, micro: Micro, groups: Groups, value: float) -> None:
+        """Takes note of a plan that might be climbed from."""
+        if value < _REACH * self.evaluator.best and (micro, groups) not in self._done:
+            self._starts[micro, groups] = value
+
+    def work(self, evaluations: int) -> None:
+        """Goes on for so many evaluations, or a few times as many looks at plans known already."""
+        until, looks = self.evaluator.evaluations + evaluations, 4 * evaluations
+        source, self.evaluator.source = self.evaluator.source, "refinement"
+        try:
+            while self.evaluator.evaluations < until and looks > 0:
+                looks -= 1
+                if self._climb is None:
+                    self._climb = self._next()
+                if self._climb is None:
+                    return
+                try:
+                    next(self._climb)
+                except StopIteration:
+                    self._climb = None
+        finally:
+            self.evaluator.source = source
+
+    def _next(self) -> Iterator[None] | None:
+        reach = _REACH * self.evaluator.best
+        self._starts = {k: v for k, v in self._starts.items() if v < reach and k not in self._done}
+        if self._starts:
+            start = min(self._starts, key=lambda k: self._starts[k])
+            value = self._starts.pop(start)
+            # Of one division the best start is enough, until all else has been tried.
+            for other in [k for k in self._starts if k[0] == start[0]]:
+                del self._starts[other]
+            return self._up(value, *start)
+        outline = self.evaluator.outline
+        if outline is None:
+            return None
+        return self._kick(outline)
+
+    def _kick(self, outline: Outline) -> Iterator[None]:
+        """Climbs from a plan a few random moves away that is not much worse."""
+        micro, groups = micro_of(outline, self.problem.alike), outline.groups
+        value = self.evaluator.best
+        for _ in range(self.random.choice((1, 1, 2))):
+            for other_micro, other in self._sample(micro, groups)[:30]:
+                found = self._value(other_micro, other, _REACH * self.evaluator.best)
+                yield
+                if found < 1.15 * self.evaluator.best and (other_micro, other) not in self._done:
+                    value, micro, groups = found, other_micro, other
+                    break
+        yield from self._up(value, micro, groups)
+
+    def _up(self, value: float, micro: Micro, groups: Groups) -> Iterator[None]:
+        """Climbs until many neighbours in a row were no better; yields after every evaluation."""
+        while (micro, groups) not in self._done and value < INF:
+            self._done.add((micro, groups))
+            near = self._sample(micro, groups)
+            for other_micro, other in near:
+                found = self._value(other_micro, other, value)
+                yield
+                if found < value * (1 - 1e-9):
+                    value, micro, groups = found, other_micro, other
+                    break
+            else:
+                return
+
+    def _sample(self, micro: Micro, groups: Groups) -> list[tuple[Micro, Groups]]:
+        """Returns neighbours in random order, of each sort about as many."""
+        sorts: dict[str, list[tuple[Micro, Groups]]] = {}
+        for sort, other_micro, other in self._sorted_neighbours(micro, groups):
+            sorts.setdefault(sort, []).append((other_micro, other))
+        out = []
+        for near in sorts.values():
+            self.random.shuffle(near)
+            out += [(i / len(near) ** 0.5, self.random.random(), n) for i, n in enumerate(near)]
+        out.sort(key=lambda x: x[:2])
+        return [n for _, _, n in out[:_PATIENCE]]
+
+    def _value(self, micro: Micro, groups: Groups, before: float) -> float:
+        key = (micro, groups)
+        known = self._values.get(key)
+        if known is not None:
+            return known
+        view, m = self.view, micro.num_microbatches
+        edges, period_s = view.cutter.cut(micro, groups)
+        if edges is None:
+            value = INF
+        else:
+            bound = (m * period_s + view.judge.floor_s(micro)) * self.evaluator.factor(groups)
+            if view.prunes_by_bound and bound >= before:
+                return bound
+            value = self.evaluator.value(m, groups, edges)
+            if value < min(before, 1.05 * self.evaluator.best):
+                _, value = view.cutter.climb(m, groups, edges, value)
+        self._values[key] = value
+        return value
+
+    # Neighbours.
+
+    def neighbours(self, micro: Micro, groups: Groups) -> Iterator[tuple[Micro, Groups]]:
+        """Yields plans that differ in one thing and that no principle forbids."""
+        for _, other_micro, other in self._sorted_neighbours(micro, groups):
+            yield other_micro, other
+
+    def _sorted_neighbours(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Micro, Groups]]:
+        for sort, other in self._same_division(micro, groups):
+            if len(other) <= self.problem.stage_limit and self._may(other):
+                yield sort, micro, other
+        for other_micro in self.view.moves.micros:
+            if other_micro != micro:
+                for other in self._redivided(micro, groups, other_micro):
+                    if self._may(other):
+                        yield "divide", other_micro, other
+
+    def _may(self, groups: Groups) -> bool:
+        known = self.view.judge.known
+        return all([known(g) and self.view.weigh_group(g)[0] > 0 for g in groups]) and placeable(
+            self.problem, groups
+        )
+
+    def _same_division(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Groups]]:
+        n = len(groups)
+        for i in range(n - 1):
+            for j in range(i + 1, n):
+                if groups[i] != groups[j]:
+                    swapped = list(groups)
+                    swapped[i], swapped[j] = swapped[j], swapped[i]
+                    yield "swap", tuple(swapped)
+        for i in range(n):
+            if n > 1:
+                yield "drop", groups[:i] + groups[i + 1 :]
+        for i in range(n):
+            rest = groups[:i] + groups[i + 1 :]
+            for g in self._choices(micro, rest):
+                if g != groups[i]:
+                    yield "replace", groups[:i] + (g,) + groups[i + 1 :]
+        if n < self.problem.stage_limit:
+            for g in self._choices(micro, groups):
+                for i in range(n + 1):
+                    yield "insert", groups[:i] + (g,) + groups[i:]
+        for old in distinct(groups):  # all stages alike together
+            if groups.count(old) > 1:
+                rest = tuple(g for g in groups if g != old)
+                for g in self._choices(micro, rest):
+                    if g != old:
+                        yield "replace alike", tuple(g if x == old else x for x in groups)
+        for i in range(n):
+            left = self.view.moves.left(groups)
+            for g in (*self._shifted(groups[i]), *self._exchanged(groups[i], left)):
+                yield "exchange", groups[:i] + (g,) + groups[i + 1 :]
+
+    def _choices(self, micro: Micro, rest: Groups) -> Iterator[Group]:
+        """Yields the devices a stage may have beside others."""
+        for mixed in (False, True):
+            yield from self.view.moves.groups(micro, rest, mixed)
+
+    def _shifted(self, group: Group) -> Iterator[Group]:
+        """Yields a mixed group with some replicas moved from one part to another, or its parts turned round."""
+        if len(group.parts) == 1:
+            return
+        yield Group(group.parts[::-1], group.options)
+        for a, pa in enumerate(group.parts):
+            for b, pb in enumerate(group.parts):
+                for step in (1, 2, 4):
+                    if a == b or pa.replicas <= step or (pa.share * step) % pb.share:
+                        continue
+                    parts = list(group.parts)
+                    parts[a] = dataclasses.replace(pa, replicas=pa.replicas - step)
+                    parts[b] = dataclasses.replace(pb, replicas=pb.replicas + pa.share * step // pb.share)
+                    yield Group(tuple(parts), group.options)
+
+    def _exchanged(self, group: Group, left: tuple[int, ...]) -> Iterator[Group]:
+        """Yields a group with some replicas replaced by others, of another sort, on devices left over."""
+        if not self.problem.mixed:
+            return
+        pools = self.problem.pools
+        for i, p in enumerate(group.parts):
+            for pool, free in enumerate(left):
+                free += p.devices if pool == p.pool else 0
+                for tensor in self.problem.table.tensors(pools[pool].kind):
+                    if (pool, tensor) == (p.pool, p.tensor) or free < tensor:
+                        continue
+                    for n in {min(free // tensor, p.replicas - 1), p.replicas // 2, p.replicas // 4}:
+                        if 0 < n < p.replicas and n * tensor <= free:
+                            rest = dataclasses.replace(p, replicas=p.replicas - n)
+                            new = Part(pool, tensor, n, p.share)
+                            parts = group.parts[:i] + (rest, new) + group.parts[i + 1 :]
+                            yield Group(_merged(parts), group.options)
+
+    def _redivided(self, micro: Micro, groups: Groups, other: Micro) -> Iterator[Groups]:
+        """Yields the groups on another division of the batch: other shares, or other numbers of replicas."""
+        if not micro.replicas:
+            ratio = other.examples / micro.examples
+            scales = [(1.0, 1.0, ratio), (ratio, 1.0, 1.0), (ratio, 1.0 / ratio, 1.0)]
+        else:
+            share = (other.examples // other.replicas) / (micro.examples // micro.replicas)
+            count = other.replicas / micro.replicas
+            scales = [(count, tensor, share) for tensor in sorted({1.0, 1.0 / count})]
+        for scale in scales:
+            found = _scaled(groups, *scale)
+            if found is not None:
+                yield found
+
+
+def micro_of(outline: Outline, alike: bool) -> Micro:
+    """Returns the division of the batch that a plan has."""
+    first = outline.groups[0]
+    return Micro(outline.num_microbatches, first.examples, first.replicas if alike else 0)
+
+
+def _scaled(groups: Groups, count: float, tensor: float, share: float) -> Groups | None:
+    """Returns groups with replicas, degrees and shares multiplied, or None where that leaves no whole number."""
+    out = []
+    for group in groups:
+        parts = []
+        for p in group.parts:
+            new = (p.tensor * tensor, p.replicas * count, p.share * share)
+            if any(x < 1 or x != int(x) for x in new):
+                return None
+            parts.append(Part(p.pool, int(new[0]), int(new[1]), int(new[2])))
+        out.append(Group(tuple(parts), group.options))
+    return tuple(out)
+
+
+def _merged(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Returns parts with like ones put together."""
+    out: dict[tuple[int, int, int], int] = {}
+    for p in parts:
+        key = (p.pool, p.tensor, p.share)
+        out[key] = out.get(key, 0) + p.replicas
+    return tuple(Part(pool, tensor, n, share) for (pool, tensor, share), n in sorted(out.items()))

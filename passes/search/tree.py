@@ -1,0 +1,473 @@
+"""The tree search: Monte Carlo tree search over the decisions of `moves`, guided by the principles.
+
+Every step of the search walks down the tree, to the child with the largest
+
+  q + c * prior * sqrt(visits) / (1 + visits of the child)
+
+q is the mean of the rewards seen below it and the best of them, each half, between the least and the most
+seen among its siblings; a reward is the best value known over the value found. Where the walk leaves the
+tree, the rest of the plan is drawn by the principles' weights, cut and judged. Children come into play one by
+one, largest prior first, as their parent is visited (progressive widening). Two paths that differ by an
+exchange of pools which may change places lead to the same node (transposition).
+
+A node whose lower bound is no better than the best plan, or all of whose children are out of play, is closed.
+When the root is closed, the best plan is proved to be one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from hetjax.passes.search.judge import INF
+from hetjax.passes.search.moves import ROOT, State
+from hetjax.passes.search.refine import Refiner
+from hetjax.passes.search.space import Group, Micro, Problem
+from hetjax.passes.search.view import View
+
+_EXPLORATION = 1.0
+# Of n visits, so many children are in play: _WIDEN * n ** _WIDEN_POWER, and one more.
+_WIDEN, _WIDEN_POWER = 1.5, 0.6
+# Plans drawn before the refinement begins, and how many evaluations it has for each one after.
+_FIRST_VISITS, _REFINEMENT = 60, 3
+# How often a drawn stage is one of unlike replicas.
+_MIXED = 0.15
+
+
+class View:
+    """What principles and tree know of a problem.
+
+    Args:
+      evaluator: judges, and knows the best plan.
+      without: names of principles switched off.
+    """
+
+    def __init__(self, evaluator: Evaluator, without: Sequence[str] = ()):
+        self.evaluator = evaluator
+        self.judge = evaluator.judge
+        self.problem = evaluator.problem
+        self.moves = Moves(self.problem, self.judge.known)
+        self.rates = Rates(self.judge)
+        self.principles = active(without)
+        names = {p.name for p in self.principles}
+        self.prunes_by_bound = "bounds" in names
+        self.cutter = Cutter(evaluator, by_speed="work-by-speed" in names)
+        self._by_decision: dict[str, list[Principle]] = {}
+        for p in self.principles:
+            if p.weigh is not None:
+                self._by_decision.setdefault(p.decides, []).append(p)
+        self._bandwidth: dict[tuple[int, int], float] = {}
+        self._efficiency: dict[Group, float] = {}
+
+    def weigh(self, decides: str, state: State, move: object) -> tuple[float, str]:
+        """Returns a decision's weight, and the reason where it is 0."""
+        weight = 1.0
+        for p in self._by_decision.get(decides, ()):
+            assert p.weigh is not None
+            weight *= p.weigh(self, state, move)
+            if not weight:
+                return 0.0, f"{p.name}: {p.reason}"
+        return weight, ""
+
+    # Facts that principles use.
+
+    def bandwidth(self, a: int, b: int) -> float:
+        """Returns bytes/s between nodes of two pools."""
+        key = (a, b)
+        if key not in self._bandwidth:
+            link = self.problem.link(a, b)
+            self._bandwidth[key] = link.bandwidth_bytes_s
+        return self._bandwidth[key]
+
+    def is_slow(self, a: int, b: int) -> bool:
+        """Returns whether the link between two pools is slow beside those inside them."""
+        from hetjax.passes.search.principles import SLOW
+
+        inner = [self.bandwidth(p, p) for p in (a, b) if self.problem.pools[p].nodes > 1]
+        if not inner or self.problem.pools[a].site == self.problem.pools[b].site:
+            return False
+        return self.bandwidth(a, b) < SLOW * min(inner)
+
+    def sites_slow(self, first: set[str], second: set[str]) -> bool:
+        """Returns whether any two pools of two sets of sites are joined by a slow link."""
+        pools = self.problem.pools
+        ours = [i for i, p in enumerate(pools) if p.site in first]
+        theirs = [i for i, p in enumerate(pools) if p.site in second]
+        return any(self.is_slow(a, b) for a in ours for b in theirs)
+
+    def memory(self, group: Group) -> float:
+        """Returns the memory of the device of a group that has least."""
+        kinds = {self.problem.pools[p.pool].kind for p in group.parts}
+        return min(self.problem.cluster.kind(k).memory_bytes for k in kinds)
+
+    def efficiency(self, group: Group) -> float:
+        """Returns a group's best speed over what its devices could do at best, apart."""
+        found = self._efficiency.get(group)
+        if found is None:
+            paces = self.rates.paces[0]
+            best = sum(p.devices * paces[p.pool] for p in group.parts)
+            found = self._efficiency[group] = self.rates.rate(group) / best if best > 0 else 0.0
+        return found
+
+    def likely_stages(self, micro: Micro) -> int:
+        """Returns about how many stages a plan with this division may have."""
+        if micro.replicas:
+            return max(1, min(self.problem.stage_limit, self.problem.device_limit // (2 * micro.replicas)))
+        return max(1, min(self.problem.stage_limit, len(self.problem.pools)))
+
+    def bound(self, state: State) -> float:
+        """Returns a value that no plan with these decisions falls below."""
+        if state.micro is None:
+            return min((self.bound(State(m)) for m in self.moves.micros), default=INF)
+        micro, groups = state.micro, state.groups
+        m = micro.num_microbatches
+        if state.finished:
+            _, period_s = self.cutter.cut(micro, groups)
+            factor = self.evaluator.factor(groups)
+        else:
+            decided = (*groups, state.pending) if state.pending else groups
+            left = left_over(self.problem, decided)
+            period_s = self.rates.period_s(micro, decided, left)
+            factor = self.evaluator.least_factor(decided)
+        return (m * period_s + self.judge.floor_s(micro)) * factor
+
+
+class Node:
+    """What the search knows of a state.
+
+    Attributes:
+      state: what is decided.
+      bound: no plan below has a smaller value.
+      visits, total, best: how often it was passed, the sum of the rewards, the best value.
+      children: the decisions that may follow, once they were asked for; `more` where the unlikely ones
+        are still to be added; `live` those of them that may be open.
+      closed, why: whether nothing is left to do below, and why.
+    """
+
+    __slots__ = ("best", "bound", "children", "closed", "live", "more", "state", "total", "visits", "why")
+
+    def __init__(self, state: State, bound: float):
+        self.state = state
+        self.bound = bound
+        self.visits = 0
+        self.total = 0.0
+        self.best = INF
+        self.children: list[Child] | None = None
+        self.live: list[Child] = []
+        self.more = False
+        self.closed = False
+        self.why = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Child:
+    """A decision that may be taken at a node."""
+
+    label: str
+    prior: float
+    state: State
+    node: Node | None = None
+    why: str = ""  # it is out of play, and why
+
+
+class TreeSearch:
+    """One search; see the module's text.
+
+    Args:
+      view: the problem.
+      seed: of all that is drawn.
+      refiner: what improves the plans drawn.
+    """
+
+    def __init__(self, view: View, seed: int, refiner: Refiner | None = None):
+        self.view = view
+        self.evaluator = view.evaluator
+        self.random = random.Random(seed)
+        self.refiner = refiner
+        self.nodes: dict[State, Node] = {}
+        self._visits = 0
+        self._best_of: dict[Micro, float] = {}
+        self._wheels: dict[int, tuple[tuple[Group, ...], list[Group], list[float]]] = {}
+        self.root = self._node(ROOT)
+
+    def run(self) -> None:
+        """Searches until the root is closed; `Stopped` comes through from the evaluator."""
+        while not self.root.closed:
+            self.evaluator.check()
+            before = self.evaluator.evaluations
+            self.step()
+            if self.refiner is not None:
+                drawn = self.evaluator.evaluations - before
+                self._visits += 1
+                if self._visits > _FIRST_VISITS:
+                    self.refiner.work(_REFINEMENT * (1 + drawn))
+
+    def step(self) -> None:
+        """Walks down once."""
+        path = [self.root]
+        node = self.root
+        while True:
+            if node.children is None:
+                self._expand(node)
+            child = self._select(node)
+            if child is None:
+                node.closed = True
+                value = INF
+                break
+            fresh = child.node is None
+            if child.node is None:
+                child.node = self._node(child.state)
+            node = child.node
+            path.append(node)
+            if fresh or node.closed:
+                value = self._rollout(node.state) if not node.closed else INF
+                break
+        for n in path:
+            n.visits += 1
+            n.best = min(n.best, value)
+            n.total += self._reward(value)
+        for n in reversed(path):
+            self._close(n)
+
+    def _reward(self, value: float) -> float:
+        best = self.evaluator.best
+        return best / value if 0 < value < INF else 0.0
+
+    # Nodes.
+
+    def _node(self, state: State) -> Node:
+        key = canonical(self.view.problem.twins, state)
+        node = self.nodes.get(key)
+        if node is None:
+            node = self.nodes[key] = Node(state, self.view.bound(state))
+            self._close(node)
+        return node
+
+    def _close(self, node: Node) -> None:
+        if node.closed:
+            return
+        if self.view.prunes_by_bound and node.bound >= self.evaluator.best:
+            node.closed = True
+            node.why = f"bounds: no plan below takes less than {node.bound:.6g}"
+        elif node.children is not None and not node.more and not self._in_play(node, 1):
+            node.closed = True
+            node.why = node.why or "all below is settled"
+
+    def _expand(self, node: Node, mixed: bool = False) -> None:
+        decisions = self._mixed(node.state) if mixed else self._decisions(node.state)
+        found = [Child(label, weight, state, None, why) for weight, why, label, state in decisions]
+        found.sort(key=lambda c: -c.prior)
+        state = node.state
+        stages = state.micro is not None and state.pending is None and not state.finished
+        node.more = stages and not mixed and self.view.problem.mixed
+        if mixed and node.children is not None:
+            found = node.children + found
+        # Priors of what comes later are small beside these, and need not add up with them.
+        total = sum(c.prior for c in found) or 1.0
+        if node.children is None:
+            for c in found:
+                c.prior /= total
+        node.children = found
+        node.live = list(filter(_open, found))
+
+    def _decisions(self, state: State) -> Iterator[tuple[float, str, str, State]]:
+        """Yields (weight, reason where it is 0, name, the state after it) of the decisions that may follow."""
+        view, micro, groups = self.view, state.micro, state.groups
+        if micro is None:
+            for m in view.moves.micros:
+                yield *view.weigh("micro", m), micro_label(m), State(m)
+        elif state.pending is not None:
+            for n in range(1, view.moves.counts(groups, state.pending) + 1):
+                yield *view.weigh("count", state, n), f"x{n}", State(micro, (*groups, *[state.pending] * n))
+        elif not state.finished:
+            if groups:
+                yield *view.weigh("finish", state), "no more", State(micro, groups, None, True)
+            yield from self._stages(state, False)
+
+    def _mixed(self, state: State) -> Iterator[tuple[float, str, str, State]]:
+        yield from self._stages(state, True)
+
+    def _stages(self, state: State, mixed: bool) -> Iterator[tuple[float, str, str, State]]:
+        view, micro, groups = self.view, state.micro, state.groups
+        if micro is None or len(groups) >= view.problem.stage_limit:
+            return
+        for g in view.moves.groups(micro, groups, mixed):
+            if groups and g == groups[-1]:
+                continue
+            weight, why = view.weigh_group(g)
+            if weight:
+                after, why = view.weigh_next(state, g)
+                weight *= after
+            yield weight * (_MIXED if mixed else 1.0), why, group_label(view.problem, g), State(micro, groups, g)
+
+    def _select(self, node: Node) -> Child | None:
+        in_play = 1 + int(_WIDEN * node.visits**_WIDEN_POWER)
+        found = self._in_play(node, in_play)
+        if node.more and len(found) < in_play:
+            self._expand(node, mixed=True)
+            found = self._in_play(node, in_play)
+        if len(found) < 2:
+            return found[0] if found else None
+        best = self.evaluator.best
+        low, high, qs = INF, 0.0, []
+        for c in found:
+            n = c.node
+            if n is None or not n.visits:
+                qs.append(None)
+                continue
+            # Half the mean of the rewards, half the best of them.
+            q = 0.5 * n.total / n.visits + 0.5 * (best / n.best if n.best > 0 else 0.0)
+            qs.append(q)
+            low, high = min(low, q), max(high, q)
+        span = max(high - low, 1e-9)
+        root = _EXPLORATION * math.sqrt(node.visits + 1)
+        chosen, best_score = found[0], -INF
+        for c, q in zip(found, qs):
+            visits = c.node.visits if c.node is not None else 0
+            score = (0.5 if q is None else (q - low) / span) + c.prior * root / (1 + visits)
+            if score > best_score:
+                chosen, best_score = c, score
+        return chosen
+
+    @staticmethod
+    def _in_play(node: Node, most: int) -> list[Child]:
+        """Returns the first open children, and forgets the closed ones before them."""
+        found: list[Child] = []
+        at = 0
+        live = node.live
+        while at < len(live) and len(found) < most:
+            if _open(live[at]):
+                found.append(live[at])
+            at += 1
+        if len(found) < at:
+            node.live = found + live[at:]
+        return found
+
+    # Rollouts.
+
+    def _rollout(self, state: State) -> float:
+        """Returns the value of the best plan on one way to complete a state by the principles.
+
+        Stages are drawn one after another; each time, the plan that stops there is judged, and a plan that
+        got worse twice is not drawn on.
+        """
+        view, micro, groups, pending = self.view, state.micro, state.groups, state.pending
+        if micro is None:
+            micro = self._draw([(m, view.weigh("micro", m)[0]) for m in view.moves.micros])
+            if micro is None:
+                return INF
+        if state.finished:
+            return self.complete(micro, groups)
+        best, worse = INF, 0
+        while worse < 2:
+            now = State(micro, groups, pending)
+            if pending is not None:
+                most = view.moves.counts(groups, pending)
+                n = self._draw([(n, view.weigh("count", now, n)[0]) for n in range(1, most + 1)])
+                groups, pending = (*groups, *[pending] * (n or 1)), None
+                value = self.complete(micro, groups)
+                worse = worse + 1 if value >= best < INF else 0
+                best = min(best, value)
+                continue
+            if len(groups) >= view.problem.stage_limit:
+                break
+            pending = self._draw_group(now)
+            if pending is None:
+                break
+        return best
+
+    def _draw_group(self, state: State) -> Group | None:
+        """Returns the devices of a next stage, drawn by their weights."""
+        mixed = self.view.problem.mixed and self.random.random() < _MIXED
+        for kind in (mixed, not mixed):
+            groups, sums = self._wheel(state, kind)
+            for _ in range(20 if groups else 0):
+                group = groups[bisect_left(sums, self.random.random() * sums[-1])]
+                # By itself it was drawn by its weight; after the others it is kept by the rest of it.
+                if state.groups and group == state.groups[-1]:
+                    continue
+                if self.random.random() < self.view.weigh_next(state, group)[0]:
+                    return group
+        return None
+
+    def _wheel(self, state: State, mixed: bool) -> tuple[list[Group], list[float]]:
+        """Returns the groups that the next stage may have, and running sums of their weights."""
+        assert state.micro is not None
+        groups = self.view.moves.groups(state.micro, state.groups, mixed)
+        found = self._wheels.get(id(groups))
+        if found is None or found[0] is not groups:
+            weighed = [(g, self.view.weigh_group(g)[0]) for g in groups]
+            weighed = [(g, w) for g, w in weighed if w > 0]
+            sums = list(itertools.accumulate(w for _, w in weighed))
+            found = self._wheels[id(groups)] = (groups, [g for g, _ in weighed], sums)
+        return found[1], found[2]
+
+    def _draw(self, choices):
+        """Returns one of (choice, weight) pairs, or None where no weight is positive."""
+        sums = list(itertools.accumulate(w for _, w in choices))
+        if not sums or sums[-1] <= 0:
+            return None
+        return choices[min(len(sums) - 1, bisect_left(sums, self.random.random() * sums[-1]))][0]
+
+    def complete(self, micro: Micro, groups: tuple[Group, ...]) -> float:
+        """Returns the value of the plan with these groups, cut by speed."""
+        edges, _ = self.view.cutter.cut(micro, groups)
+        if edges is None:
+            return INF
+        m = micro.num_microbatches
+        best, before = self.evaluator.best, self._best_of.get(micro, INF)
+        value = self.evaluator.value(m, groups, edges)
+        if value < 1.1 * best:
+            edges, value = self.view.cutter.climb(m, groups, edges, value)
+        if value < before:
+            self._best_of[micro] = value
+        # A plan is worth a climb when it leads its division of the batch.
+        if self.refiner is not None and value <= before:
+            self.refiner.offer(micro, groups, value)
+        return value
+
+
+def _open(child: Child) -> bool:
+    return not child.why and (child.node is None or not child.node.closed)
+
+
+def canonical(twins: Sequence[int], state: State) -> State:
+    """Returns the state with pools that may change places numbered in the order of their first use."""
+    if all(t == i for i, t in enumerate(twins)):
+        return state
+    rename: dict[int, int] = {}
+    free: dict[int, list[int]] = {}
+    for i, t in enumerate(twins):
+        free.setdefault(t, []).append(i)
+
+    def name(pool: int) -> int:
+        if pool not in rename:
+            rename[pool] = free[twins[pool]].pop(0)
+        return rename[pool]
+
+    def renamed(group: Group) -> Group:
+        parts = [dataclasses.replace(p, pool=name(p.pool)) for p in group.parts]
+        return Group(tuple(sorted(parts, key=lambda p: (p.pool, p.tensor))), group.options)
+
+    groups = tuple(renamed(g) for g in state.groups)
+    pending = renamed(state.pending) if state.pending is not None else None
+    return State(state.micro, groups, pending, state.finished, state.optioned)
+
+
+def micro_label(micro: Micro) -> str:
+    """Returns a division of the batch in a few characters."""
+    replicas = f", {micro.replicas} replicas" if micro.replicas else ""
+    return f"{micro.num_microbatches} microbatches of {micro.examples}{replicas}"
+
+
+def group_label(problem: Problem, group: Group) -> str:
+    """Returns a group in a few characters: 16 x 2 v100-16g in oslo."""
+    parts = []
+    for p in group.parts:
+        pool = problem.pools[p.pool]
+        parts.append(f"{p.replicas} x {p.tensor} {pool.kind} in {pool.site}, {p.share} each")
+    return " + ".join(parts)

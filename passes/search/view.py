@@ -1,0 +1,155 @@
+"""What principles and tree know of a problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hetjax.passes.search.evaluator import Cutter, Evaluator
+from hetjax.passes.search.judge import INF
+from hetjax.passes.search.moves import Moves, State
+from hetjax.passes.search.principles import SLOW, Principle, active
+from hetjax.passes.search.rates import Rates
+from hetjax.passes.search.space import Group, Micro
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What principles ask of a group.
+
+    Attributes:
+      kinds, sites: names.
+      tensors: degrees, per part.
+      memory: bytes of the device that has least.
+    """
+
+    kinds: frozenset[str]
+    sites: frozenset[str]
+    tensors: tuple[int, ...]
+    memory: float
+
+
+class View:
+    """A problem, its judge and the principles that are switched on; what is asked often is kept.
+
+    Args:
+      evaluator: judges, and knows the best plan.
+      without: names of principles switched off.
+    """
+
+    def __init__(self, evaluator: Evaluator, without: Sequence[str] = ()):
+        self.evaluator = evaluator
+        self.judge = evaluator.judge
+        self.problem = evaluator.problem
+        self.moves = Moves(self.problem, self.judge.known)
+        self.rates = Rates(self.judge)
+        self.principles = active(without)
+        names = {p.name for p in self.principles}
+        self.prunes_by_bound = "bounds" in names
+        self.cutter = Cutter(evaluator, by_speed="work-by-speed" in names)
+        self._by_decision: dict[str, list[Principle]] = {}
+        for p in self.principles:
+            if p.weigh is not None:
+                self._by_decision.setdefault(p.decides, []).append(p)
+        self._bandwidth: dict[tuple[int, int], float] = {}
+        self._fastest: dict[int, float] = {}
+        self._slow: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
+        self._efficiency: dict[Group, float] = {}
+        self._facts: dict[Group, Facts] = {}
+        self._weights: dict[Group, tuple[float, str]] = {}
+
+    def weigh(self, decides: str, *decision: object) -> tuple[float, str]:
+        """Returns a decision's weight, and the reason where it is 0."""
+        weight = 1.0
+        for p in self._by_decision.get(decides, ()):
+            assert p.weigh is not None
+            weight *= p.weigh(self, *decision)
+            if not weight:
+                return 0.0, f"{p.name}: {p.reason}"
+        return weight, ""
+
+    def weigh_group(self, group: Group) -> tuple[float, str]:
+        """Returns the weight of a stage's devices by themselves, and the reason where it is 0."""
+        found = self._weights.get(group)
+        if found is None:
+            found = self._weights[group] = self.weigh("group", group)
+        return found
+
+    def weigh_next(self, state: State, group: Group) -> tuple[float, str]:
+        """Returns the weight of a stage's devices after the stages decided."""
+        return self.weigh("next", state, group) if state.groups else (1.0, "")
+
+    # Facts that principles use.
+
+    def facts(self, group: Group) -> Facts:
+        found = self._facts.get(group)
+        if found is None:
+            pools = [self.problem.pools[p.pool] for p in group.parts]
+            kinds = frozenset(p.kind for p in pools)
+            memory = min(self.problem.cluster.kind(k).memory_bytes for k in kinds)
+            found = self._facts[group] = Facts(
+                kinds, frozenset(p.site for p in pools), tuple(p.tensor for p in group.parts), memory
+            )
+        return found
+
+    def bandwidth(self, a: int, b: int) -> float:
+        """Returns bytes/s between nodes of two pools."""
+        key = (a, b)
+        if key not in self._bandwidth:
+            link = self.problem.link(a, b)
+            self._bandwidth[key] = link.bandwidth_bytes_s
+        return self._bandwidth[key]
+
+    def fastest_from(self, pool: int) -> float:
+        """Returns bytes/s of the fastest link from a pool to another."""
+        if pool not in self._fastest:
+            others = (i for i in range(len(self.problem.pools)) if i != pool)
+            self._fastest[pool] = max((self.bandwidth(pool, i) for i in others), default=1.0)
+        return self._fastest[pool]
+
+    def is_slow(self, a: int, b: int) -> bool:
+        """Returns whether the link between two pools is slow beside those inside them."""
+        inner = [self.bandwidth(p, p) for p in (a, b) if self.problem.pools[p].nodes > 1]
+        if not inner or self.problem.pools[a].site == self.problem.pools[b].site:
+            return False
+        return self.bandwidth(a, b) < SLOW * min(inner)
+
+    def sites_slow(self, first: frozenset[str], second: frozenset[str]) -> bool:
+        """Returns whether any two pools of two sets of sites are joined by a slow link."""
+        key = (first, second)
+        if key not in self._slow:
+            pools = self.problem.pools
+            ours = [i for i, p in enumerate(pools) if p.site in first]
+            theirs = [i for i, p in enumerate(pools) if p.site in second]
+            self._slow[key] = any(self.is_slow(a, b) for a in ours for b in theirs)
+        return self._slow[key]
+
+    def efficiency(self, group: Group) -> float:
+        """Returns a group's best speed over what its devices could do at best, apart."""
+        found = self._efficiency.get(group)
+        if found is None:
+            paces = self.rates.paces[0]
+            best = sum(p.devices * paces[p.pool] for p in group.parts)
+            found = self._efficiency[group] = self.rates.rate(group) / best if best > 0 else 0.0
+        return found
+
+    def likely_stages(self, micro: Micro) -> int:
+        """Returns about how many stages a plan with this division may have."""
+        if micro.replicas:
+            return max(1, min(self.problem.stage_limit, self.problem.device_limit // (2 * micro.replicas)))
+        return max(1, min(self.problem.stage_limit, len(self.problem.pools)))
+
+    def bound(self, state: State) -> float:
+        """Returns a value that no plan with these decisions falls below."""
+        if state.micro is None:
+            return min((self.bound(State(m)) for m in self.moves.micros), default=INF)
+        micro, groups = state.micro, state.groups
+        m = micro.num_microbatches
+        if state.finished:
+            _, period_s = self.cutter.cut(micro, groups)
+            factor = self.evaluator.factor(groups)
+        else:
+            decided = (*groups, state.pending) if state.pending else groups
+            period_s = self.rates.period_s(micro, decided, self.moves.left(decided))
+            factor = self.evaluator.least_factor(decided)
+        return (m * period_s + self.judge.floor_s(micro)) * factor
