@@ -12,7 +12,7 @@ _JUST_BELOW = 1.0 - 1e-9
 
 
 def balanced(
-    judge: Judge, m: int, groups: Groups, in_flight: int = 0
+    judge: Judge, m: int, groups: Groups, in_flight: int | None = None
 ) -> tuple[Edges | None, float]:
     """Returns the edges with the least longest stage, and how long that stage takes.
 
@@ -23,7 +23,8 @@ def balanced(
       judge: for times and bytes.
       m: microbatches.
       groups: one per stage.
-      in_flight: activations every stage must have room for; 0 for what the judge asks of each.
+      in_flight: activations every stage must have room for; None for what the judge asks of each, 0 to
+        leave memory out of account.
 
     Returns:
       (edges, seconds of the slowest stage for one microbatch); (None, inf) where no edges fit in memory.
@@ -32,9 +33,11 @@ def balanced(
     if stages > num:
         return None, INF
     works = [judge.works(g) for g in groups]
-    rooms = [
-        judge.rooms(g, in_flight or judge.in_flight(s, stages, m)) for s, g in enumerate(groups)
-    ]
+    rooms: list = [()] * stages
+    if in_flight != 0:
+        rooms = [
+            judge.rooms(g, in_flight or judge.in_flight(s, stages, m)) for s, g in enumerate(groups)
+        ]
     totals = [max([w[-1] for w in work]) for work in works]
     best = _fill(works, rooms, num, max(totals))
     if best is None:

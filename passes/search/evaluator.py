@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from hetjax.ir.errors import PlanError
 from hetjax.passes.search.cuts import balanced, even
-from hetjax.passes.search.judge import INF, Edges, Groups, Judge
-from hetjax.passes.search.space import Group, Micro, Outline
+from hetjax.passes.search.judge import INF, Edges, Groups, Judge, pipeline_s
+from hetjax.passes.search.moves import with_options
+from hetjax.passes.search.space import PLAIN, SHARDINGS, Group, Micro, Options, Outline
 
 # An incumbent must be beaten by more than rounding.
 _EPS = 1e-12
@@ -155,7 +158,7 @@ class Evaluator:
 
 
 class Cutter:
-    """Turns micro and groups into a whole plan: cuts, and small shifts of the cuts.
+    """Turns micro and groups into whole plans: options where memory asks for them, cuts, shifts of cuts.
 
     Args:
       evaluator: judges.
@@ -164,29 +167,102 @@ class Cutter:
 
     def __init__(self, evaluator: Evaluator, *, by_speed: bool = True):
         self.evaluator = evaluator
+        self.problem = evaluator.problem
         self.by_speed = by_speed
-        self._edges: dict[tuple[int, Groups], tuple[Edges | None, float]] = {}
+        self._periods: dict[Groups, float] = {}
+        self._chains: dict[Groups, float] = {}
+        self._plans: dict[tuple[int, Groups], tuple[tuple[Groups, Edges], ...]] = {}
+        self._tight = evaluator.judge.fixed_memory and not self.problem.options
 
-    def cut(self, micro: Micro, groups: Groups) -> tuple[Edges | None, float]:
-        """Returns edges that fit, and what the slowest stage needs at least for a microbatch."""
-        key = (micro.num_microbatches, groups)
-        found = self._edges.get(key)
+    def period_s(self, m: int, groups: Groups) -> float:
+        """Returns what a microbatch costs the slowest stage at least, whatever the options and cuts."""
+        if self._tight:  # then m changes nothing either
+            self.plans(m, groups)
+            return self._periods[groups]
+        plain = tuple(g.with_options(PLAIN) for g in groups)
+        found = self._periods.get(plain)
         if found is None:
-            judge = self.evaluator.judge
-            found = balanced(judge, micro.num_microbatches, groups)
-            self._edges[key] = found
-        if not self.by_speed and found[0] is not None:
-            edges = even(self.evaluator.problem.num_layers, len(groups))
-            if edges is not None:
-                return edges, found[1]
+            found = self._periods[plain] = balanced(self.evaluator.judge, m, plain, 0)[1]
         return found
+
+    def bound(self, micro: Micro, groups: Groups) -> float:
+        """Returns a value that no plan with these groups falls below, whatever the options and cuts.
+
+        On its way, a microbatch spends in every layer what it takes on the fastest of the groups, and crosses
+        every boundary there and back.
+        """
+        period_s = self.period_s(micro.num_microbatches, groups)
+        chain_s = self._chains.get(groups)
+        if chain_s is None:
+            judge = self.evaluator.judge
+            works = [w for g in distinct(groups) for w in judge.works(g.with_options(PLAIN))[:1]]
+            chain_s = sum([
+                min([w[i + 1] - w[i] for w in works]) for i in range(self.problem.num_layers)
+            ])  # fmt: skip
+            chain_s += sum([judge.least_crossing_s(a, b) for a, b in itertools.pairwise(groups)])
+            self._chains[groups] = chain_s
+        seconds = pipeline_s(self.evaluator.judge, micro.num_microbatches, period_s, chain_s)
+        return (seconds + self.evaluator.judge.floor_s(micro)) * self.evaluator.factor(groups)
+
+    def plans(self, m: int, groups: Groups) -> tuple[tuple[Groups, Edges], ...]:
+        """Returns the groups with options, and edges, that are worth a look; none where nothing fits.
+
+        These are the first options, cheapest first, that leave room for as many activations as a pipeline
+        wants, the first that leave room for one, and the same with a compressed exchange of gradients.
+        """
+        key = (m, groups)
+        found = self._plans.get(key)
+        if found is None:
+            found = self._plans[key] = tuple(self._make(m, groups))
+        return found
+
+    def _make(self, m: int, groups: Groups) -> Iterator[tuple[Groups, Edges]]:
+        judge = self.evaluator.judge
+        ladder = [groups]
+        if self.problem.options and all(g.options == PLAIN for g in groups):
+            ladder = [tuple(with_options(self.problem, g, o) for g in groups) for o in self._ladder]
+        seen = set()
+        exchanges = ("dense", "compressed") if len(ladder) > 1 and self.problem.compressed else ("",)
+        wanted = (None,) if judge.fixed_memory else (None, 1)
+        for in_flight, exchange in itertools.product(wanted, exchanges):
+            for outfit in ladder:
+                if exchange and not any(o.exchange == exchange for o in self._exchanges(outfit)):
+                    continue
+                edges, period_s = balanced(judge, m, outfit, in_flight)
+                if self._tight:
+                    self._periods[groups] = period_s
+                if edges is None:
+                    continue
+                if not self.by_speed:
+                    edges = even(self.problem.num_layers, len(groups)) or edges
+                if (outfit, edges) not in seen:
+                    seen.add((outfit, edges))
+                    yield outfit, edges
+                break
+
+    @staticmethod
+    def _exchanges(groups: Groups) -> list[Options]:
+        """Returns the options of the groups that have gradients to exchange, or of all where none has."""
+        return [g.options for g in groups if g.replicas > 1] or [g.options for g in groups]
+
+    @functools.cached_property
+    def _ladder(self) -> tuple[Options, ...]:
+        """Returns the choices of options, those that cost least time first."""
+        return (PLAIN, *sorted(self.problem.options, key=_dearness))
 
     def climb(self, m: int, groups: Groups, edges: Edges, value: float) -> tuple[Edges, float]:
         """Returns edges that no shift of one edge, or of neighbouring edges together, makes better."""
+        works = [self.evaluator.judge.works(g) for g in groups]
+        factor = self.evaluator.factor(groups)
         improved = True
         while improved:
             improved = False
             for other in shifts(edges):
+                longest = max([
+                    w[other[s + 1]] - w[other[s]] for s, work in enumerate(works) for w in work
+                ])  # fmt: skip
+                if m * longest * factor >= value:
+                    continue
                 found = self.evaluator.value(m, groups, other)
                 if found < value * (1 - _EPS):
                     edges, value, improved = other, found, True
@@ -207,6 +283,14 @@ def shifts(edges: Edges, reach: int = 1):
                     moved[i] += step
                 if moved[start - 1] < moved[start] and moved[start + length - 1] < moved[start + length]:
                     yield tuple(moved)
+
+
+def _dearness(options: Options) -> tuple[float, ...]:
+    """Returns a rank: about how much more time a stage with these options takes."""
+    return (
+        options.exchange != "dense", SHARDINGS.index(options.sharding) == 2, options.recompute,
+        SHARDINGS.index(options.sharding), options.experts, options.sequence,
+    )  # fmt: skip
 
 
 def distinct(groups: Groups) -> list[Group]:

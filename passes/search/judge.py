@@ -70,11 +70,21 @@ class Judge(Protocol):
       name: "own" or "published".
       problem: what it judges plans for.
       exact: whether `bound_s` is `seconds` already.
+      adds_up: whether the slowest stage waits for all others once: its time counts m - 1 times, beside
+        everybody's; else m times, or the way of one microbatch, whichever is longer.
+      fixed_memory: whether `in_flight` is what a stage holds, come what may; else it can do with one.
     """
 
     name: str
     problem: Problem
     exact: bool
+    adds_up: bool
+    fixed_memory: bool
+
+    @property
+    def twins(self) -> tuple[int, ...]:
+        """Returns, per pool, the first pool that it could change places with at no cost."""
+        ...
 
     def bound_s(self, m: int, groups: Groups, edges: Edges) -> float:
         """Returns the closed form: never more than `seconds`."""
@@ -93,7 +103,7 @@ class Judge(Protocol):
         ...
 
     def in_flight(self, stage: int, stages: int, m: int) -> int:
-        """Returns how many activations a stage must hold at least."""
+        """Returns how many activations a stage should have room for."""
         ...
 
     def known(self, group: Group) -> bool:
@@ -104,6 +114,24 @@ class Judge(Protocol):
         """Returns seconds that every plan with this division pays beyond its pipeline."""
         ...
 
+    def least_crossing_s(self, source: Group, target: Group) -> float:
+        """Returns what one microbatch spends between two stages at least, there and back, wherever the cut is."""
+        ...
+
     def report(self, outline: Outline) -> Report:
         """Returns all there is to say of a plan."""
         ...
+
+
+def pipeline_s(judge: Judge, m: int, period_s: float, chain_s: float) -> float:
+    """Returns what a pipeline takes at least.
+
+    Args:
+      judge: how its parts add up.
+      m: microbatches.
+      period_s: of one on the slowest stage, at least.
+      chain_s: of one on its way through all stages and back, at least.
+    """
+    if judge.adds_up:
+        return (m - 1) * period_s + max(period_s, chain_s)
+    return max(m * period_s, chain_s)

@@ -24,8 +24,12 @@ from hetjax.passes.search.space import PLAIN, Group, Micro, Options, Part, Probl
 
 # Up to so many replicas every way to divide them between two pools is a move of its own.
 FINE = 8
-# Up to so many plans that differ in their edges only, each is a move of its own.
+# Up to so many plans that differ in their options, or in their edges, only, each is a move of its own.
+MOST_OPTIONS = 64
 MOST_EDGES = 128
+
+
+Groups = tuple[Group, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class State:
       pending: the group whose number of stages is to be decided next, or None.
       finished: whether there are no more stages.
       optioned: whether the groups have their final options.
+      edges: the layers at which the stages meet, or None.
     """
 
     micro: Micro | None = None
@@ -45,6 +50,7 @@ class State:
     pending: Group | None = None
     finished: bool = False
     optioned: bool = False
+    edges: tuple[int, ...] | None = None
 
 
 ROOT = State()
@@ -273,47 +279,64 @@ class Moves:
 
     # Options.
 
-    def options(self, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
-        """Yields the groups with every choice of options.
+    def options(self, groups: Groups, most: int = 0) -> list[Groups]:
+        """Returns the groups with every choice of options.
 
         Recomputation is chosen stage by stage. The rest is one choice for all stages, each taking of it
         what makes sense for its devices.
+
+        Args:
+          groups: plain ones.
+          most: where there would be more than so many, like groups choose alike; and where these are
+            still more, all do. 0 for no limit.
         """
         choices = (PLAIN, *self.problem.options)
-        rests = dict.fromkeys(dataclasses.replace(o, recompute=False) for o in choices)
+        rests = list(dict.fromkeys(dataclasses.replace(o, recompute=False) for o in choices))
         again = (False, True) if any(o.recompute for o in choices) else (False,)
-        seen = set()
+        kinds = list(range(len(groups)))
+        if most and len(rests) * len(again) ** len(groups) > most:
+            names = list(dict.fromkeys(groups))
+            kinds = [names.index(g) for g in groups]
+        if most and len(rests) * len(again) ** len(set(kinds)) > most:
+            kinds = [0] * len(groups)
+        found: dict[Groups, None] = {}
         for rest in rests:
-            for recompute in itertools.product(again, repeat=len(groups)):
-                found = tuple(
-                    g.with_options(restricted(self.problem, g, dataclasses.replace(rest, recompute=r)))
-                    for g, r in zip(groups, recompute)
-                )
-                if found not in seen:
-                    seen.add(found)
-                    yield found
+            for recompute in itertools.product(again, repeat=len(set(kinds))):
+                found[tuple(
+                    with_options(self.problem, g, dataclasses.replace(rest, recompute=recompute[k]))
+                    for g, k in zip(groups, kinds)
+                )] = None  # fmt: skip
+        return list(found)
 
     # Edges.
 
-    def all_edges(self, stages: int) -> Iterator[tuple[int, ...]]:
+    def edges(self, stages: int) -> Iterator[tuple[int, ...]]:
         """Yields every way to cut the layers."""
         num = self.problem.num_layers
         for inner in itertools.combinations(range(1, num), stages - 1):
             yield (0, *inner, num)
 
+    def num_edges(self, stages: int) -> int:
+        """Returns how many ways there are."""
+        return math.comb(self.problem.num_layers - 1, stages - 1)
 
-def restricted(problem: Problem, group: Group, options: Options) -> Options:
-    """Returns the options without what a group has nothing to split over for."""
+
+def with_options(problem: Problem, group: Group, options: Options) -> Group:
+    """Returns a group with those of the options that it has something to split over for."""
+    if options == PLAIN:
+        return group.with_options(PLAIN)
     replicas = group.replicas
     experts = options.experts
     if experts > 1 and (problem.table.experts % experts or replicas % experts):
         experts = 1
-    return Options(
-        options.recompute,
-        options.sharding if replicas > 1 else "none",
-        options.sequence and max(p.tensor for p in group.parts) > 1,
-        experts,
-        options.exchange if problem.compressed and replicas > 1 else "dense",
+    return group.with_options(
+        Options(
+            options.recompute,
+            options.sharding if replicas > 1 else "none",
+            options.sequence and max(p.tensor for p in group.parts) > 1,
+            experts,
+            options.exchange if problem.compressed and replicas > 1 else "dense",
+        )
     )
 
 

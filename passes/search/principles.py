@@ -32,7 +32,7 @@ class Principle:
       name: what `--without` calls it.
       summary: one line.
       decides: "micro"; "group", the devices of a stage by themselves; "next", the same after other stages;
-        "count", how many stages in a row; "finish"; "edges"; "any".
+        "count", how many stages in a row; "finish"; "options"; "edges"; "any".
       weigh: a decision's weight, from 0 to 1; None for principles that the code asks about by name.
       reason: why a decision of weight 0 is out of the question.
     """
@@ -67,15 +67,16 @@ def _examples_enough(view: View, micro: Micro) -> float:
 
 
 def _no_dense_over_slow(view: View, group: Group) -> float:
-    if len(group.parts) == 1 or group.options.exchange != "dense":
-        return 1.0
-    pools = [p.pool for p in group.parts]
-    return 0.0 if any(view.is_slow(a, b) for a in pools for b in pools if a < b) else 1.0
+    # Where a compressed exchange is declared, the options decide.
+    return 0.0 if view.spans_slow(group) and not view.problem.compressed else 1.0
 
 
 def _tensor_in_node(view: View, group: Group) -> float:
-    pools = view.problem.pools
-    return 0.0 if any(p.tensor > pools[p.pool].per_node for p in group.parts) else 1.0
+    weight = 1.0
+    for p in group.parts:
+        if p.tensor > view.problem.pools[p.pool].per_node:
+            weight *= min(1.0, view.bandwidth(p.pool, p.pool) / view.inner_bandwidth(p.pool))
+    return weight
 
 
 def _efficient_degrees(view: View, group: Group) -> float:
@@ -131,11 +132,36 @@ def _use_all(view: View, state: State) -> float:
     return max(1e-3, (speed / (speed + rest)) ** 4)
 
 
+# What memory and time are traded with, and where the stages meet.
+
+
+def _dense_at_home(view: View, state: State, outfit: tuple[Group, ...]) -> float:
+    dense = any(g.options.exchange == "dense" and view.spans_slow(g) for g in outfit)
+    return 0.0 if dense else 1.0
+
+
+def _only_when_short(view: View, state: State, outfit: tuple[Group, ...]) -> float:
+    assert state.micro is not None
+    plans = view.cutter.plans(state.micro.num_microbatches, state.groups)
+    if any(groups == outfit for groups, _ in plans):
+        return 1.0
+    return 0.1
+
+
+def _work_by_speed(view: View, state: State, edges: tuple[int, ...]) -> float:
+    assert state.micro is not None
+    plans = view.cutter.plans(state.micro.num_microbatches, state.groups)
+    if not plans:
+        return 1.0
+    return 1.0 / (1 + min(sum(abs(a - b) for a, b in zip(edges, e)) for _, e in plans))
+
+
 PRINCIPLES: tuple[Principle, ...] = (
     Principle("enough-microbatches", "prefer as many microbatches as leave a small bubble", "micro", _enough_microbatches),
     Principle("enough-examples", "prefer microbatches at which the devices work well", "micro", _examples_enough, "no profile has this microbatch"),
     Principle("no-dense-over-slow", "dense collectives do not cross a slow link", "group", _no_dense_over_slow, "its replicas would exchange dense gradients over a slow link"),
-    Principle("tensor-in-node", "tensor parallelism stays inside a node", "group", _tensor_in_node, "tensor parallelism would leave the node"),
+    Principle("no-dense-over-slow", "dense collectives do not cross a slow link", "options", _dense_at_home, "its replicas would exchange dense gradients over a slow link"),
+    Principle("tensor-in-node", "tensor parallelism stays inside a node, the more so the slower the way out", "group", _tensor_in_node),
     Principle("efficient-degrees", "prefer degrees at which a device does most: data before tensor parallelism", "group", _efficient_degrees),
     Principle("equal-speed", "unlike replicas of a stage should take equally long", "group", _equal_speed),
     Principle("sites-once", "a pipeline does not come back to a site over a slow link", "next", _sites_once, "the pipeline would come back to a site it left"),
@@ -144,7 +170,8 @@ PRINCIPLES: tuple[Principle, ...] = (
     Principle("near-next", "the next stage lies where the link is fast", "next", _near_next),
     Principle("whole-pool", "stages alike take all of a pool that they can", "count", _whole_pool),
     Principle("use-all", "do not stop while much speed is unused", "finish", _use_all),
-    Principle("work-by-speed", "layers in proportion to speed, not in equal numbers", "edges"),
+    Principle("only-when-short", "recompute and shard state only where memory is short", "options", _only_when_short),
+    Principle("work-by-speed", "layers in proportion to speed, not in equal numbers", "edges", _work_by_speed),
     Principle("bounds", "a decision that cannot lead to a better plan is dropped", "any"),
 )  # fmt: skip
 

@@ -24,6 +24,8 @@ hetjax is another judge's business (`hetjax.passes.search.own_judge`).
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +67,8 @@ class PublishedJudge:
 
     name = "published"
     exact = True
+    adds_up = True
+    fixed_memory = True
 
     def __init__(self, problem: Problem, folder: str | Path):
         table = problem.table
@@ -83,6 +87,29 @@ class PublishedJudge:
         self._floors: dict[Micro, float] = {}
 
     # What the search builds on.
+
+    @functools.cached_property
+    def twins(self) -> tuple[int, ...]:
+        pools, out = self.problem.pools, []
+        for i, a in enumerate(pools):
+            same = (
+                j for j in range(i)
+                if out[j] == j and (a.kind, a.devices) == (pools[j].kind, pools[j].devices)
+                and self._rows(i, i) == self._rows(j, j) == self._rows(i, j) == self._rows(j, i)
+                and all(
+                    self._rows(i, k) == self._rows(j, k) and self._rows(k, i) == self._rows(k, j)
+                    for k in range(len(pools)) if k not in (i, j)
+                )
+            )  # fmt: skip
+            out.append(next(same, i))
+        return tuple(out)
+
+    def _rows(self, a: int, b: int) -> Any:
+        """Returns all that was measured from one pool to another."""
+        rows = self._between.get(self._zones[a], {}).get(self._gpus[a], {})
+        return {
+            n: row.get(self._zones[b], {}).get(self._gpus[b]) for n, row in rows.items()
+        }
 
     def known(self, group: Group) -> bool:
         # Times were measured inside a node.
@@ -124,6 +151,15 @@ class PublishedJudge:
                 found = min((r for r in rings if 0 <= r < INF), default=0.0)
             self._floors[micro] = found
         return found
+
+    def least_crossing_s(self, source: Group, target: Group) -> float:
+        # Every boundary is counted by the stages at both of its ends, at least once each.
+        there = min(self._crossing_s(source, target, n) for n in self._widths)
+        return there + min(self._crossing_s(target, source, n) for n in self._widths)
+
+    @functools.cached_property
+    def _widths(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self._output)))
 
     # The score.
 
@@ -182,7 +218,7 @@ class PublishedJudge:
             )
         crossing_s = [
             self._crossing_s(a, b, self._output[edges[s + 1] - 1])
-            for s, (a, b) in enumerate(zip(groups, groups[1:]))
+            for s, (a, b) in enumerate(itertools.pairwise(groups))
         ]
         return Report(seconds, seconds, "1f1b", (), tuple(stages), tuple(crossing_s), tuple(problems))
 

@@ -67,6 +67,21 @@ class Rates:
             found = self._rates[group] = best * group.examples
         return found
 
+    def chain_s(self, share: int) -> float:
+        """Returns the seconds of all layers, each on the part that does a microbatch of it quickest.
+
+        Args:
+          share: of the parts; 0 for any.
+        """
+        least = [INF] * self.problem.num_layers
+        for pool in range(len(self.problem.pools)):
+            for part in single_parts(self.problem, pool):
+                group = Group((part,))
+                if share in (0, part.share) and self.judge.known(group):
+                    work = self.judge.works(group)[0]
+                    least = [min(t, b - a) for t, (a, b) in zip(least, itertools.pairwise(work))]
+        return sum(least)
+
     @functools.cached_property
     def paces(self) -> dict[int, tuple[float, ...]]:
         """Returns the pace of one device of each pool, per share (0: over all shares)."""

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 from hetjax.passes.search.evaluator import distinct
 from hetjax.passes.search.judge import INF
-from hetjax.passes.search.space import Group, Micro, Outline, Part, placeable
+from hetjax.passes.search.moves import with_options
+from hetjax.passes.search.space import PLAIN, Group, Micro, Outline, Part, placeable
 from hetjax.passes.search.view import View
 
 Groups = tuple[Group, ...]
@@ -42,15 +43,25 @@ class Refiner:
         self._done: set[tuple[Micro, Groups]] = set()
         self._values: dict[tuple[Micro, Groups], float] = {}
         self._climb: Iterator[None] | None = None
+        self._idle = self._rest = 0
 
     def offer(self, micro: Micro, groups: Groups, value: float) -> None:
         """Takes note of a plan that might be climbed from."""
         if value < _REACH * self.evaluator.best and (micro, groups) not in self._done:
             self._starts[micro, groups] = value
+            self._rest = 0
 
     def work(self, evaluations: int) -> None:
-        """Goes on for so many evaluations, or a few times as many looks at plans known already."""
-        until, looks = self.evaluator.evaluations + evaluations, 4 * evaluations
+        """Goes on for so many evaluations, or a few times as many looks at plans known already.
+
+        When one portion after another brought nothing new, the next ones are left out, twice as many each
+        time: the neighbourhood of the best plan is known then, and the tree has more to tell.
+        """
+        if self._rest > 0:
+            self._rest -= 1
+            return
+        begin = self.evaluator.evaluations
+        until, looks = begin + evaluations, 4 * evaluations
         source, self.evaluator.source = self.evaluator.source, "refinement"
         try:
             while self.evaluator.evaluations < until and looks > 0:
@@ -58,13 +69,18 @@ class Refiner:
                 if self._climb is None:
                     self._climb = self._next()
                 if self._climb is None:
-                    return
+                    break
                 try:
                     next(self._climb)
                 except StopIteration:
                     self._climb = None
         finally:
             self.evaluator.source = source
+        if self.evaluator.evaluations > begin:
+            self._idle = 0
+        else:
+            self._idle += 1
+            self._rest = (1 << min(self._idle, 12)) - 1
 
     def _next(self) -> Iterator[None] | None:
         reach = _REACH * self.evaluator.best
@@ -125,18 +141,10 @@ class Refiner:
         known = self._values.get(key)
         if known is not None:
             return known
-        view, m = self.view, micro.num_microbatches
-        edges, period_s = view.cutter.cut(micro, groups)
-        if edges is None:
-            value = INF
-        else:
-            bound = (m * period_s + view.judge.floor_s(micro)) * self.evaluator.factor(groups)
-            if view.prunes_by_bound and bound >= before:
-                return bound
-            value = self.evaluator.value(m, groups, edges)
-            if value < min(before, 1.05 * self.evaluator.best):
-                _, value = view.cutter.climb(m, groups, edges, value)
-        self._values[key] = value
+        climb_below = min(before, 1.05 * self.evaluator.best)
+        value = self.view.look(micro, groups, climb_below, before)
+        if value < before:
+            self._values[key] = value
         return value
 
     # Neighbours.
@@ -148,19 +156,20 @@ class Refiner:
 
     def _sorted_neighbours(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Micro, Groups]]:
         for sort, other in self._same_division(micro, groups):
-            if len(other) <= self.problem.stage_limit and self._may(other):
+            if len(other) <= self.problem.stage_limit and self._may(other, groups):
                 yield sort, micro, other
         for other_micro in self.view.moves.micros:
             if other_micro != micro:
                 for other in self._redivided(micro, groups, other_micro):
-                    if self._may(other):
+                    if self._may(other, groups):
                         yield "divide", other_micro, other
 
-    def _may(self, groups: Groups) -> bool:
-        known = self.view.judge.known
-        return all([known(g) and self.view.weigh_group(g)[0] > 0 for g in groups]) and placeable(
-            self.problem, groups
-        )
+    def _may(self, groups: Groups, before: Groups) -> bool:
+        """Returns whether a plan can be built, without groups that a principle is against, save those it had."""
+        view = self.view
+        return all([
+            g in before or (view.judge.known(g) and view.weigh_group(g)[0] > 0) for g in groups
+        ]) and placeable(self.problem, groups)  # fmt: skip
 
     def _same_division(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Groups]]:
         n = len(groups)
@@ -177,11 +186,14 @@ class Refiner:
             rest = groups[:i] + groups[i + 1 :]
             for g in self._choices(micro, rest):
                 if g != groups[i]:
-                    yield "replace", groups[:i] + (g,) + groups[i + 1 :]
+                    yield "replace", (*groups[:i], g, *groups[i + 1 :])
         if n < self.problem.stage_limit:
             for g in self._choices(micro, groups):
                 for i in range(n + 1):
-                    yield "insert", groups[:i] + (g,) + groups[i:]
+                    yield "insert", (*groups[:i], g, *groups[i:])
+        if self.problem.options:
+            for other in self._optioned(groups):
+                yield "options", other
         for old in distinct(groups):  # all stages alike together
             if groups.count(old) > 1:
                 rest = tuple(g for g in groups if g != old)
@@ -191,7 +203,20 @@ class Refiner:
         for i in range(n):
             left = self.view.moves.left(groups)
             for g in (*self._shifted(groups[i]), *self._exchanged(groups[i], left)):
-                yield "exchange", groups[:i] + (g,) + groups[i + 1 :]
+                yield "exchange", (*groups[:i], g, *groups[i + 1 :])
+
+    def _optioned(self, groups: Groups) -> Iterator[Groups]:
+        """Yields the groups with other options: of all of them, of those alike, of one."""
+        choices = (PLAIN, *self.problem.options)
+        for o in choices:
+            yield tuple(with_options(self.problem, g, o) for g in groups)
+        for i, old in enumerate(groups):
+            for o in (False, True):
+                new = with_options(self.problem, old, dataclasses.replace(old.options, recompute=o))
+                if new != old:
+                    yield (*groups[:i], new, *groups[i + 1 :])
+                    if i == groups.index(old) and groups.count(old) > 1:
+                        yield tuple(new if g == old else g for g in groups)
 
     def _choices(self, micro: Micro, rest: Groups) -> Iterator[Group]:
         """Yields the devices a stage may have beside others."""
@@ -228,7 +253,7 @@ class Refiner:
                         if 0 < n < p.replicas and n * tensor <= free:
                             rest = dataclasses.replace(p, replicas=p.replicas - n)
                             new = Part(pool, tensor, n, p.share)
-                            parts = group.parts[:i] + (rest, new) + group.parts[i + 1 :]
+                            parts = (*group.parts[:i], rest, new, *group.parts[i + 1 :])
                             yield Group(_merged(parts), group.options)
 
     def _redivided(self, micro: Micro, groups: Groups, other: Micro) -> Iterator[Groups]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 from hetjax.ir.cluster import Cluster
@@ -226,7 +227,7 @@ class Problem:
         equal links; plans that differ by an exchange of the two cost the same.
         """
         out: list[int] = []
-        for i, pool in enumerate(self.pools):
+        for i in range(len(self.pools)):
             out.append(next((j for j in range(i) if out[j] == j and self._alike(i, j)), i))
         return tuple(out)
 
@@ -281,14 +282,15 @@ def fits(pool: Pool, wanted: Sequence[tuple[int, int]]) -> bool:
 
     A replica that fits in a node lies in one; a larger one takes whole nodes.
     """
-    if sum(t * n for t, n in wanted) > pool.devices:
+    total = 0
+    powers = pool.per_node & (pool.per_node - 1) == 0
+    for tensor, replicas in wanted:
+        total += tensor * replicas
+        powers = powers and tensor & (tensor - 1) == 0
+    if total > pool.devices:
         return False
-    sizes = sorted(wanted, reverse=True)
-    if all(pool.per_node % t == 0 or t % pool.per_node == 0 for t, _ in sizes) and all(
-        a % b == 0 for (a, _), (b, _) in zip(sizes, sizes[1:])
-    ):
-        return True  # largest first leaves no gap
-    return _packs(pool, sizes)
+    # Powers of two, the largest placed first, leave no gap.
+    return powers or _packs(pool, sorted(wanted, reverse=True))
 
 
 def _packs(pool: Pool, sizes: Sequence[tuple[int, int]]) -> bool:
@@ -312,14 +314,13 @@ def _packs(pool: Pool, sizes: Sequence[tuple[int, int]]) -> bool:
 
 def placeable(problem: Problem, groups: Sequence[Group]) -> bool:
     """Returns whether all groups fit on the devices together."""
-    wanted: list[list[tuple[int, int]]] = [[] for _ in problem.pools]
+    if sum([g.devices for g in groups]) > problem.device_limit:
+        return False
+    wanted: dict[int, list[tuple[int, int]]] = {}
     for group in groups:
         for p in group.parts:
-            wanted[p.pool].append((p.tensor, p.replicas))
-    total = sum(g.devices for g in groups)
-    return total <= problem.device_limit and all(
-        fits(pool, w) for pool, w in zip(problem.pools, wanted) if w
-    )
+            wanted.setdefault(p.pool, []).append((p.tensor, p.replicas))
+    return all([fits(problem.pools[pool], w) for pool, w in wanted.items()])
 
 
 def problems_of(problem: Problem, outline: Outline) -> Iterator[str]:
@@ -330,7 +331,7 @@ def problems_of(problem: Problem, outline: Outline) -> Iterator[str]:
         return
     if len(edges) != outline.num_stages + 1 or edges[0] != 0 or edges[-1] != problem.num_layers:
         yield f"edges {edges} do not cut {problem.num_layers} layers in {outline.num_stages} stages"
-    elif any(b <= a for a, b in zip(edges, edges[1:])):
+    elif any(b <= a for a, b in itertools.pairwise(edges)):
         yield f"edges {edges} leave a stage without layers"
     for s, group in enumerate(outline.groups):
         if group.examples * m != problem.batch:

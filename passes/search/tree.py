@@ -10,8 +10,8 @@ tree, the rest of the plan is drawn by the principles' weights, cut and judged. 
 one, largest prior first, as their parent is visited (progressive widening). Two paths that differ by an
 exchange of pools which may change places lead to the same node (transposition).
 
-A node whose lower bound is no better than the best plan, or all of whose children are out of play, is closed.
-When the root is closed, the best plan is proved to be one.
+What a principle forbids is looked at when all else at its node is settled. A node whose lower bound is no
+better than the best plan, or all of whose children are closed, is closed. When the root is closed, the best plan is proved to be one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from hetjax.passes.search.judge import INF
-from hetjax.passes.search.moves import ROOT, State
+from hetjax.passes.search.moves import MOST_EDGES, MOST_OPTIONS, ROOT, State
 from hetjax.passes.search.refine import Refiner
 from hetjax.passes.search.space import Group, Micro, Problem
 from hetjax.passes.search.view import View
@@ -34,106 +34,10 @@ _EXPLORATION = 1.0
 _WIDEN, _WIDEN_POWER = 1.5, 0.6
 # Plans drawn before the refinement begins, and how many evaluations it has for each one after.
 _FIRST_VISITS, _REFINEMENT = 60, 3
+# After so many walks that met no plan worth judging the search ends.
+_MOST_IDLE = 20_000
 # How often a drawn stage is one of unlike replicas.
 _MIXED = 0.15
-
-
-class View:
-    """What principles and tree know of a problem.
-
-    Args:
-      evaluator: judges, and knows the best plan.
-      without: names of principles switched off.
-    """
-
-    def __init__(self, evaluator: Evaluator, without: Sequence[str] = ()):
-        self.evaluator = evaluator
-        self.judge = evaluator.judge
-        self.problem = evaluator.problem
-        self.moves = Moves(self.problem, self.judge.known)
-        self.rates = Rates(self.judge)
-        self.principles = active(without)
-        names = {p.name for p in self.principles}
-        self.prunes_by_bound = "bounds" in names
-        self.cutter = Cutter(evaluator, by_speed="work-by-speed" in names)
-        self._by_decision: dict[str, list[Principle]] = {}
-        for p in self.principles:
-            if p.weigh is not None:
-                self._by_decision.setdefault(p.decides, []).append(p)
-        self._bandwidth: dict[tuple[int, int], float] = {}
-        self._efficiency: dict[Group, float] = {}
-
-    def weigh(self, decides: str, state: State, move: object) -> tuple[float, str]:
-        """Returns a decision's weight, and the reason where it is 0."""
-        weight = 1.0
-        for p in self._by_decision.get(decides, ()):
-            assert p.weigh is not None
-            weight *= p.weigh(self, state, move)
-            if not weight:
-                return 0.0, f"{p.name}: {p.reason}"
-        return weight, ""
-
-    # Facts that principles use.
-
-    def bandwidth(self, a: int, b: int) -> float:
-        """Returns bytes/s between nodes of two pools."""
-        key = (a, b)
-        if key not in self._bandwidth:
-            link = self.problem.link(a, b)
-            self._bandwidth[key] = link.bandwidth_bytes_s
-        return self._bandwidth[key]
-
-    def is_slow(self, a: int, b: int) -> bool:
-        """Returns whether the link between two pools is slow beside those inside them."""
-        from hetjax.passes.search.principles import SLOW
-
-        inner = [self.bandwidth(p, p) for p in (a, b) if self.problem.pools[p].nodes > 1]
-        if not inner or self.problem.pools[a].site == self.problem.pools[b].site:
-            return False
-        return self.bandwidth(a, b) < SLOW * min(inner)
-
-    def sites_slow(self, first: set[str], second: set[str]) -> bool:
-        """Returns whether any two pools of two sets of sites are joined by a slow link."""
-        pools = self.problem.pools
-        ours = [i for i, p in enumerate(pools) if p.site in first]
-        theirs = [i for i, p in enumerate(pools) if p.site in second]
-        return any(self.is_slow(a, b) for a in ours for b in theirs)
-
-    def memory(self, group: Group) -> float:
-        """Returns the memory of the device of a group that has least."""
-        kinds = {self.problem.pools[p.pool].kind for p in group.parts}
-        return min(self.problem.cluster.kind(k).memory_bytes for k in kinds)
-
-    def efficiency(self, group: Group) -> float:
-        """Returns a group's best speed over what its devices could do at best, apart."""
-        found = self._efficiency.get(group)
-        if found is None:
-            paces = self.rates.paces[0]
-            best = sum(p.devices * paces[p.pool] for p in group.parts)
-            found = self._efficiency[group] = self.rates.rate(group) / best if best > 0 else 0.0
-        return found
-
-    def likely_stages(self, micro: Micro) -> int:
-        """Returns about how many stages a plan with this division may have."""
-        if micro.replicas:
-            return max(1, min(self.problem.stage_limit, self.problem.device_limit // (2 * micro.replicas)))
-        return max(1, min(self.problem.stage_limit, len(self.problem.pools)))
-
-    def bound(self, state: State) -> float:
-        """Returns a value that no plan with these decisions falls below."""
-        if state.micro is None:
-            return min((self.bound(State(m)) for m in self.moves.micros), default=INF)
-        micro, groups = state.micro, state.groups
-        m = micro.num_microbatches
-        if state.finished:
-            _, period_s = self.cutter.cut(micro, groups)
-            factor = self.evaluator.factor(groups)
-        else:
-            decided = (*groups, state.pending) if state.pending else groups
-            left = left_over(self.problem, decided)
-            period_s = self.rates.period_s(micro, decided, left)
-            factor = self.evaluator.least_factor(decided)
-        return (m * period_s + self.judge.floor_s(micro)) * factor
 
 
 class Node:
@@ -144,11 +48,12 @@ class Node:
       bound: no plan below has a smaller value.
       visits, total, best: how often it was passed, the sum of the rewards, the best value.
       children: the decisions that may follow, once they were asked for; `more` where the unlikely ones
-        are still to be added; `live` those of them that may be open.
+        are still to be added; `live` those of them that may be open, `ruled_out` those that a
+        principle is against.
       closed, why: whether nothing is left to do below, and why.
     """
 
-    __slots__ = ("best", "bound", "children", "closed", "live", "more", "state", "total", "visits", "why")
+    __slots__ = ("best", "bound", "children", "closed", "live", "more", "ruled_out", "state", "total", "visits", "why")
 
     def __init__(self, state: State, bound: float):
         self.state = state
@@ -158,6 +63,7 @@ class Node:
         self.best = INF
         self.children: list[Child] | None = None
         self.live: list[Child] = []
+        self.ruled_out: list[Child] = []
         self.more = False
         self.closed = False
         self.why = ""
@@ -171,7 +77,7 @@ class Child:
     prior: float
     state: State
     node: Node | None = None
-    why: str = ""  # it is out of play, and why
+    why: str = ""  # what principle is against it
 
 
 class TreeSearch:
@@ -189,21 +95,28 @@ class TreeSearch:
         self.random = random.Random(seed)
         self.refiner = refiner
         self.nodes: dict[State, Node] = {}
-        self._visits = 0
+        self._visits = self._idle = 0
         self._best_of: dict[Micro, float] = {}
         self._wheels: dict[int, tuple[tuple[Group, ...], list[Group], list[float]]] = {}
         self.root = self._node(ROOT)
 
     def run(self) -> None:
-        """Searches until the root is closed; `Stopped` comes through from the evaluator."""
+        """Searches until the root is closed, or nothing new turns up for long.
+
+        Raises:
+          Stopped: the budget is spent.
+        """
         while not self.root.closed:
             self.evaluator.check()
             before = self.evaluator.evaluations
             self.step()
+            self._idle = 0 if self.evaluator.evaluations > before else self._idle + 1
+            if self._idle > _MOST_IDLE:
+                return
             if self.refiner is not None:
                 drawn = self.evaluator.evaluations - before
                 self._visits += 1
-                if self._visits > _FIRST_VISITS:
+                if self._visits > min(_FIRST_VISITS, 2 * len(self.view.moves.micros)):
                     self.refiner.work(_REFINEMENT * (1 + drawn))
 
     def step(self) -> None:
@@ -240,7 +153,7 @@ class TreeSearch:
     # Nodes.
 
     def _node(self, state: State) -> Node:
-        key = canonical(self.view.problem.twins, state)
+        key = canonical(self.view.judge.twins, state)
         node = self.nodes.get(key)
         if node is None:
             node = self.nodes[key] = Node(state, self.view.bound(state))
@@ -272,7 +185,8 @@ class TreeSearch:
             for c in found:
                 c.prior /= total
         node.children = found
-        node.live = list(filter(_open, found))
+        node.live = [c for c in found if not c.why and _open(c)]
+        node.ruled_out = [c for c in found if c.why and _open(c)]
 
     def _decisions(self, state: State) -> Iterator[tuple[float, str, str, State]]:
         """Yields (weight, reason where it is 0, name, the state after it) of the decisions that may follow."""
@@ -287,6 +201,14 @@ class TreeSearch:
             if groups:
                 yield *view.weigh("finish", state), "no more", State(micro, groups, None, True)
             yield from self._stages(state, False)
+        elif not state.optioned:
+            for outfit in view.moves.options(groups, MOST_OPTIONS):
+                after = State(micro, outfit, None, True, True)
+                yield *view.weigh("options", state, outfit), options_label(outfit), after
+        elif state.edges is None and view.moves.num_edges(len(groups)) <= MOST_EDGES:
+            for edges in view.moves.edges(len(groups)):
+                after = dataclasses.replace(state, edges=edges)
+                yield *view.weigh("edges", state, edges), " ".join(map(str, edges)), after
 
     def _mixed(self, state: State) -> Iterator[tuple[float, str, str, State]]:
         yield from self._stages(state, True)
@@ -335,7 +257,12 @@ class TreeSearch:
 
     @staticmethod
     def _in_play(node: Node, most: int) -> list[Child]:
-        """Returns the first open children, and forgets the closed ones before them."""
+        """Returns the first open children, and forgets the closed ones before them.
+
+        Those that a principle rules out come into play when no other is open.
+        """
+        if not node.live and node.ruled_out and not node.more:
+            node.live, node.ruled_out = node.ruled_out, []
         found: list[Child] = []
         at = 0
         live = node.live
@@ -345,6 +272,8 @@ class TreeSearch:
             at += 1
         if len(found) < at:
             node.live = found + live[at:]
+        if not found and node.ruled_out and not node.more:
+            return TreeSearch._in_play(node, most)
         return found
 
     # Rollouts.
@@ -360,6 +289,8 @@ class TreeSearch:
             micro = self._draw([(m, view.weigh("micro", m)[0]) for m in view.moves.micros])
             if micro is None:
                 return INF
+        if state.edges is not None:
+            return self.evaluator.value(micro.num_microbatches, groups, state.edges)
         if state.finished:
             return self.complete(micro, groups)
         best, worse = INF, 0
@@ -414,15 +345,9 @@ class TreeSearch:
         return choices[min(len(sums) - 1, bisect_left(sums, self.random.random() * sums[-1]))][0]
 
     def complete(self, micro: Micro, groups: tuple[Group, ...]) -> float:
-        """Returns the value of the plan with these groups, cut by speed."""
-        edges, _ = self.view.cutter.cut(micro, groups)
-        if edges is None:
-            return INF
-        m = micro.num_microbatches
+        """Returns the value of the best plan with these groups that is worth a look."""
         best, before = self.evaluator.best, self._best_of.get(micro, INF)
-        value = self.evaluator.value(m, groups, edges)
-        if value < 1.1 * best:
-            edges, value = self.view.cutter.climb(m, groups, edges, value)
+        value = self.view.look(micro, groups, 1.1 * best, best)
         if value < before:
             self._best_of[micro] = value
         # A plan is worth a climb when it leads its division of the batch.
@@ -432,7 +357,7 @@ class TreeSearch:
 
 
 def _open(child: Child) -> bool:
-    return not child.why and (child.node is None or not child.node.closed)
+    return child.node is None or not child.node.closed
 
 
 def canonical(twins: Sequence[int], state: State) -> State:
@@ -455,7 +380,7 @@ def canonical(twins: Sequence[int], state: State) -> State:
 
     groups = tuple(renamed(g) for g in state.groups)
     pending = renamed(state.pending) if state.pending is not None else None
-    return State(state.micro, groups, pending, state.finished, state.optioned)
+    return dataclasses.replace(state, groups=groups, pending=pending)
 
 
 def micro_label(micro: Micro) -> str:
@@ -471,3 +396,17 @@ def group_label(problem: Problem, group: Group) -> str:
         pool = problem.pools[p.pool]
         parts.append(f"{p.replicas} x {p.tensor} {pool.kind} in {pool.site}, {p.share} each")
     return " + ".join(parts)
+
+
+def options_label(groups: tuple[Group, ...]) -> str:
+    """Returns the options of stages in a few characters."""
+    words = []
+    for g in groups:
+        o = g.options
+        named = [
+            "recompute" * o.recompute, f"{o.sharding} sharded" * (o.sharding != "none"),
+            "sequence" * o.sequence, f"{o.experts} experts apart" * (o.experts > 1),
+            "compressed" * (o.exchange == "compressed"),
+        ]  # fmt: skip
+        words.append(" ".join(filter(None, named)) or "plain")
+    return words[0] if len(set(words)) == 1 else ", ".join(words)

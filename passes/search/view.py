@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from hetjax.passes.search.evaluator import Cutter, Evaluator
-from hetjax.passes.search.judge import INF
+from hetjax.passes.search.judge import INF, pipeline_s
 from hetjax.passes.search.moves import Moves, State
 from hetjax.passes.search.principles import SLOW, Principle, active
 from hetjax.passes.search.rates import Rates
@@ -55,6 +55,7 @@ class View:
         self._fastest: dict[int, float] = {}
         self._slow: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
         self._efficiency: dict[Group, float] = {}
+        self._chains: dict[Micro, float] = {}
         self._facts: dict[Group, Facts] = {}
         self._weights: dict[Group, tuple[float, str]] = {}
 
@@ -100,6 +101,11 @@ class View:
             self._bandwidth[key] = link.bandwidth_bytes_s
         return self._bandwidth[key]
 
+    def inner_bandwidth(self, pool: int) -> float:
+        """Returns bytes/s between devices of a node."""
+        head = self.problem.heads[pool][0]
+        return self.problem.cluster.link(head, head).bandwidth_bytes_s
+
     def fastest_from(self, pool: int) -> float:
         """Returns bytes/s of the fastest link from a pool to another."""
         if pool not in self._fastest:
@@ -113,6 +119,13 @@ class View:
         if not inner or self.problem.pools[a].site == self.problem.pools[b].site:
             return False
         return self.bandwidth(a, b) < SLOW * min(inner)
+
+    def spans_slow(self, group: Group) -> bool:
+        """Returns whether the replicas of a group are joined by a slow link."""
+        if len(group.parts) == 1:
+            return False
+        pools = [p.pool for p in group.parts]
+        return any(self.is_slow(a, b) for a in pools for b in pools if a < b)
 
     def sites_slow(self, first: frozenset[str], second: frozenset[str]) -> bool:
         """Returns whether any two pools of two sets of sites are joined by a slow link."""
@@ -146,10 +159,36 @@ class View:
         micro, groups = state.micro, state.groups
         m = micro.num_microbatches
         if state.finished:
-            _, period_s = self.cutter.cut(micro, groups)
-            factor = self.evaluator.factor(groups)
-        else:
-            decided = (*groups, state.pending) if state.pending else groups
-            period_s = self.rates.period_s(micro, decided, self.moves.left(decided))
-            factor = self.evaluator.least_factor(decided)
-        return (m * period_s + self.judge.floor_s(micro)) * factor
+            return self.cutter.bound(micro, groups)
+        decided = (*groups, state.pending) if state.pending else groups
+        period_s = self.rates.period_s(micro, decided, self.moves.left(decided))
+        seconds = pipeline_s(self.judge, m, period_s, self._chain_s(micro)) + self.judge.floor_s(micro)
+        return seconds * self.evaluator.least_factor(decided)
+
+    def _chain_s(self, micro: Micro) -> float:
+        """Returns what a microbatch takes at least from the first layer to the last and back."""
+        if micro not in self._chains:
+            share = micro.examples // micro.replicas if micro.replicas else 0
+            self._chains[micro] = self.rates.chain_s(share)
+        return self._chains[micro]
+
+    def look(self, micro: Micro, groups: tuple[Group, ...], climb_below: float, before: float) -> float:
+        """Returns the best value of the plans with these groups that are worth a look.
+
+        Args:
+          micro: how the batch is divided.
+          groups: plain, or with options that are to be kept.
+          climb_below: cuts are shifted where the value is below this.
+          before: what must be beaten; where the bound says that no plan does, none is judged.
+        """
+        if self.prunes_by_bound:
+            bound = self.cutter.bound(micro, groups)
+            if bound >= before:
+                return bound
+        best, m = INF, micro.num_microbatches
+        for outfit, edges in self.cutter.plans(m, groups):
+            value = self.evaluator.value(m, outfit, edges)
+            if value < climb_below:
+                _, value = self.cutter.climb(m, outfit, edges, value)
+            best = min(best, value)
+        return best

@@ -1,0 +1,166 @@
+"""Honest baselines under the same judge: what the tree search is measured against.
+
+  exhaustive     every plan of the space; small problems only
+  random         plans put together by drawing every decision evenly
+  greedy         the likeliest decision by the principles, each time; once per division of the batch
+  dynamic        for each division and device order, stages by dynamic programming over layers and devices
+  uniform        one grid of (pipeline, data, tensor) degrees for all devices, layers in equal numbers
+  single-site    the tree search on each site alone
+
+Each takes an evaluator and leaves its best plan there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from hetjax.ir.errors import PlanError
+from hetjax.passes.search.evaluator import Evaluator, Stopped
+from hetjax.passes.search.judge import INF
+from hetjax.passes.search.moves import Groups, Moves, with_options
+from hetjax.passes.search.space import Group, Micro, Part, Problem, placeable
+from hetjax.passes.search.view import View
+
+
+def count_plans(problem: Problem, known: Callable[[Group], bool], most: int) -> int:
+    """Returns how many plans the space has, or a number above `most` where these are more than that."""
+    moves, total = Moves(problem, known), 0
+    for _, groups in structures(moves):
+        total += len(moves.options(groups)) * moves.num_edges(len(groups))
+        if total > most:
+            break
+    return total
+
+
+def structures(moves: Moves) -> Iterator[tuple[Micro, Groups]]:
+    """Yields every division of the batch with every sequence of groups."""
+    limit = moves.problem.stage_limit
+
+    def longer(micro: Micro, groups: Groups) -> Iterator[tuple[Micro, Groups]]:
+        for mixed in (False, True):
+            for g in moves.groups(micro, groups, mixed):
+                yield micro, (*groups, g)
+                if len(groups) + 1 < limit:
+                    yield from longer(micro, (*groups, g))
+
+    for micro in moves.micros:
+        yield from longer(micro, ())
+
+
+def exhaustive(evaluator: Evaluator, most: int = 1_000_000) -> None:
+    """Judges every plan.
+
+    Raises:
+      PlanError: there are more than `most`.
+    """
+    evaluator.source = "exhaustive"
+    problem, known = evaluator.problem, evaluator.judge.known
+    if count_plans(problem, known, most) > most:
+        raise PlanError(f"this problem has more than {most} plans; exhaustive search is for small ones")
+    moves = Moves(problem, known)
+    cuts = {s: list(moves.edges(s)) for s in range(1, problem.stage_limit + 1)}
+    for micro, groups in structures(moves):
+        for outfit in moves.options(groups):
+            for edges in cuts[len(groups)]:
+                evaluator.value(micro.num_microbatches, outfit, edges)
+
+
+def randomly(evaluator: Evaluator, seed: int) -> None:
+    """Draws plans until the budget is spent: every decision evenly among the legal ones."""
+    evaluator.source = "random"
+    rng, problem = random.Random(seed), evaluator.problem
+    moves = Moves(problem, evaluator.judge.known)
+    while True:
+        evaluator.check()
+        micro = rng.choice(moves.micros)
+        groups: Groups = ()
+        for _ in range(rng.randint(1, problem.stage_limit)):
+            choices = moves.groups(micro, groups, rng.random() < 0.5) or moves.groups(micro, groups, False)
+            if not choices:
+                break
+            groups = (*groups, rng.choice(choices))
+        if not groups:
+            continue
+        choice = rng.choice((*problem.options, None))
+        if choice is not None:
+            groups = tuple(with_options(problem, g, choice) for g in groups)
+        inner = sorted(rng.sample(range(1, problem.num_layers), len(groups) - 1))
+        evaluator.value(micro.num_microbatches, groups, (0, *inner, problem.num_layers))
+
+
+def greedy(evaluator: Evaluator) -> None:
+    """Takes the likeliest decision each time, for one division of the batch after another."""
+    evaluator.source = "greedy"
+    view = View(evaluator)
+    from hetjax.passes.search.moves import State
+
+    for micro in sorted(view.moves.micros, key=lambda m: -view.weigh("micro", m)[0]):
+        groups: Groups = ()
+        best = INF
+        while len(groups) < evaluator.problem.stage_limit:
+            state = State(micro, groups)
+            weighed = [
+                (view.weigh_group(g)[0] * view.weigh_next(state, g)[0], -i, g)
+                for mixed in (False, True)
+                for i, g in enumerate(view.moves.groups(micro, groups, mixed))
+            ]
+            if not weighed or max(weighed)[0] <= 0:
+                break
+            groups = (*groups, max(weighed)[2])
+            value = view.look(micro, groups, 0.0, INF)
+            if value > best:
+                break
+            best = min(best, value)
+
+
+def uniform(evaluator: Evaluator) -> None:
+    """Judges grids as frameworks with one process grid have them: equal degrees, equal numbers of layers.
+
+    Devices are taken pool after pool, a stage within one kind where that goes, in the cluster's order.
+    """
+    evaluator.source = "uniform"
+    problem, judge = evaluator.problem, evaluator.judge
+    moves = Moves(problem, judge.known)
+    tensors = sorted({t for p in problem.pools for t in problem.table.tensors(p.kind)})
+    cutter = View(evaluator, without=("work-by-speed",)).cutter
+    for stages in range(1, problem.stage_limit + 1):
+        for tensor in tensors:
+            for replicas in range(1, problem.device_limit // (stages * tensor) + 1):
+                for micro in moves.micros:
+                    groups = _grid(problem, micro, stages, tensor, replicas)
+                    if groups is None or not all(map(judge.known, groups)):
+                        continue
+                    if placeable(problem, groups):
+                        for outfit, edges in cutter.plans(micro.num_microbatches, groups):
+                            evaluator.value(micro.num_microbatches, outfit, edges)
+
+
+def _grid(problem: Problem, micro: Micro, stages: int, tensor: int, replicas: int) -> Groups | None:
+    """Returns the groups of one grid, or None where the devices or the batch do not allow it."""
+    if micro.replicas not in (0, replicas) or micro.examples % replicas:
+        return None
+    share = micro.examples // replicas
+    left = [p.devices // tensor for p in problem.pools]
+    groups = []
+    for _ in range(stages):
+        parts, missing = [], replicas
+        for pool, free in enumerate(left):
+            n = min(free, missing)
+            if n:
+                parts.append(Part(pool, tensor, n, share))
+                left[pool] -= n
+                missing -= n
+        if missing:
+            return None
+        groups.append(Group(tuple(parts)))
+    return tuple(groups)
+
+
+def stopped(run: Callable[[], None]) -> bool:
+    """Runs a baseline; returns whether its budget ended it."""
+    try:
+        run()
+    except Stopped:
+        return True
+    return False
