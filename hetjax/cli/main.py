@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "explain": ("hetjax.cli.explain", "explain", "Explain a plan: stages, reshards, memory, and why a value is where it is."),
     "opt": ("hetjax.cli.opt", "opt", "Run passes on a step and show what each of them did."),
     "report": ("hetjax.cli.report", "report", "Write a dumped run as one page, or as text that diffs."),
+    "plan": ("hetjax.cli.plan", "plan", "Search for the plan under which a step takes least time."),
     "schedule": ("hetjax.cli.schedule", "schedule", "Make a pipeline schedule from plain times, prove it and draw it."),
     "simulate": ("hetjax.cli.simulate", "simulate", "Say what a plan should take before anything runs."),
     "trace": ("hetjax.cli.trace", "trace", "Trace a train step to IR text."),

@@ -140,7 +140,7 @@ class CostedTable:
     def _tensor_levels(self, kind: str, tensor: int) -> tuple[Level, ...]:
         host = self._hosts[kind]
         inside = min(tensor, host.per_node)
-        out = [Level(inside, host.inner, 1)] if inside > 1 else []
+        out: list[Level] = [Level(inside, host.inner, 1)] if inside > 1 else []
         if tensor > inside and host.outer is not None:
             out.append(Level(tensor // inside, host.outer, inside))
         return tuple(out)

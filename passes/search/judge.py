@@ -81,7 +81,6 @@ class Judge(Protocol):
     adds_up: bool
     fixed_memory: bool
 
-    @property
     def twins(self) -> tuple[int, ...]:
         """Returns, per pool, the first pool that it could change places with at no cost."""
         ...

@@ -110,7 +110,6 @@ class OwnJudge:
 
     # What the search builds on.
 
-    @property
     def twins(self) -> tuple[int, ...]:
         return self.problem.twins
 
@@ -232,10 +231,11 @@ class OwnJudge:
         for s, group in enumerate(groups):
             stage = self._stage_of(group, edges[s], edges[s + 1])
             held = warmups[s] if warmups else 1
-            need, has, part = max(
+            needs = [
                 (self._needs(t, edges[s], edges[s + 1], held), t.usable, p)
                 for t, p in zip(self._tables_of(group), group.parts)
-            )
+            ]
+            need, has, part = max(needs, key=lambda n: n[0] - n[1])
             if not stage.most:
                 kind = self.problem.pools[part.pool].kind
                 problems.append(

@@ -88,7 +88,6 @@ class PublishedJudge:
 
     # What the search builds on.
 
-    @functools.cached_property
     def twins(self) -> tuple[int, ...]:
         pools, out = self.problem.pools, []
         for i, a in enumerate(pools):
@@ -139,7 +138,7 @@ class PublishedJudge:
         return stages - stage
 
     def floor_s(self, micro: Micro) -> float:
-        """Returns an all-reduce that some stage must make: that of the mean stage, at least."""
+        """Returns what the all-reduce of the mean stage takes at the best rate of any message, at least."""
         found = self._floors.get(micro)
         if found is None:
             found = 0.0
@@ -147,10 +146,24 @@ class PublishedJudge:
                 most = min(self.problem.stage_limit, self.problem.device_limit // micro.replicas)
                 nbytes = self._weights[-1] / max(1, most) / 4
                 pools = range(len(self.problem.pools))
-                rings = [self._ring_s(nbytes, micro.replicas, a, b) for a in pools for b in pools]
-                found = min((r for r in rings if 0 <= r < INF), default=0.0)
+                rate = max(self._best_rate(a, b) for a in pools for b in pools)
+                if rate > 0:
+                    found = 2 * (micro.replicas - 1) / micro.replicas * nbytes / 1e9 / rate
             self._floors[micro] = found
         return found
+
+    def _best_rate(self, a: int, b: int) -> float:
+        """Returns the largest rate between single GPUs over messages from a byte to a bucket."""
+        try:
+            row = self._between[self._zones[a]][self._gpus[a]]["1"]
+            c2, c1, c0 = row[self._zones[b]][self._gpus[b]]["1"][0]
+        except KeyError:
+            return 0.0
+        low, high = math.log2(1e-6), math.log2(_BUCKET_BYTES / 1e6)
+        marks = [low, high]
+        if c2 < 0 and low < -c1 / (2 * c2) < high:
+            marks.append(-c1 / (2 * c2))
+        return max(c2 * x * x + c1 * x + c0 for x in marks)
 
     def least_crossing_s(self, source: Group, target: Group) -> float:
         # Every boundary is counted by the stages at both of its ends, at least once each.

@@ -96,6 +96,7 @@ class TreeSearch:
         self.refiner = refiner
         self.nodes: dict[State, Node] = {}
         self._visits = self._idle = 0
+        self._twins = view.judge.twins()
         self._best_of: dict[Micro, float] = {}
         self._wheels: dict[int, tuple[tuple[Group, ...], list[Group], list[float]]] = {}
         self.root = self._node(ROOT)
@@ -153,7 +154,7 @@ class TreeSearch:
     # Nodes.
 
     def _node(self, state: State) -> Node:
-        key = canonical(self.view.judge.twins, state)
+        key = canonical(self._twins, state)
         node = self.nodes.get(key)
         if node is None:
             node = self.nodes[key] = Node(state, self.view.bound(state))

@@ -1,0 +1,137 @@
+"""`hetjax plan`: search for a plan, or list what guides the search."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hetjax.ir.errors import HetjaxError, PlanError
+
+# The published instances are solved well within this; a budget in seconds ends the search early.
+_EVALUATIONS, _BUDGET_S = 6000, 3.0
+
+
+def _seconds(text: str) -> float:
+    """Returns the seconds of "30s", "2m" or "30"."""
+    units = {"s": 1.0, "m": 60.0}
+    number, unit = (text[:-1], units[text[-1]]) if text and text[-1] in units else (text, 1.0)
+    try:
+        value = float(number) * unit
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise click.UsageError(f"--budget {text!r} is no time; write 30s, 2m or a number of seconds")
+    return value
+
+
+@click.command()
+@click.option("--principles", is_flag=True, help="List the principles that guide the search, and end.")
+@click.option("--profiles", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of published profiles to plan from.")
+@click.option("--model", help="The model, a name in the profiles.")
+@click.option("--availability", help="FILE.csv[:ROW], the GPUs there are; rows count from 0.")
+@click.option("--gbs", type=int, help="Examples of a step.")
+@click.option("--cost", type=click.Choice(("own", "published")), default="own", show_default=True, help="Who judges: hetjax, or the published simulator's equations.")
+@click.option("--budget", default=f"{_BUDGET_S:g}s", show_default=True, help="Stop after this time.")
+@click.option("--evaluations", type=click.IntRange(1), default=_EVALUATIONS, show_default=True, help="Stop after so many plans.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the search; the same seed and evaluations find the same plan.")
+@click.option("--without", multiple=True, metavar="NAME", help="Switch a principle off.")
+@click.option("--max-devices", type=click.IntRange(1), help="Use no more devices.")
+@click.option("--emit", type=click.Choice(("sailor",)), help="Print the plan in this form only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan(principles: bool, emit: str | None, as_json: bool, **options: Any) -> int:
+    """Search for the plan under which a step takes least time."""
+    if principles:
+        return _list_principles(as_json)
+    missing = [f"--{n}" for n in ("profiles", "model", "availability", "gbs") if options[n] is None]
+    if missing:
+        raise click.UsageError(f"{', '.join(missing)} must be given, or --principles")
+    budget_s = _seconds(options["budget"])
+    try:
+        facts, published = _from_profiles(budget_s=budget_s, **options)
+    except HetjaxError as error:
+        if not as_json:
+            raise
+        click.echo(json.dumps({"ok": False, "error": str(error)}))
+        return 1
+    if emit:
+        click.echo(json.dumps(published))
+    elif as_json:
+        click.echo(json.dumps(facts))
+    else:
+        _print(facts)
+    return 0
+
+
+def _list_principles(as_json: bool) -> int:
+    from hetjax.passes.search.principles import PRINCIPLES
+
+    if as_json:
+        click.echo(json.dumps([{"name": p.name, "decides": p.decides, "summary": p.summary} for p in PRINCIPLES]))
+        return 0
+    for p in PRINCIPLES:
+        click.echo(f"{p.name:20} {p.decides:8} {p.summary}")
+    return 0
+
+
+def _from_profiles(
+    *, profiles: Path, model: str, availability: str, gbs: int, cost: str, budget_s: float, evaluations: int,
+    seed: int, without: tuple[str, ...], max_devices: int | None, budget: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what `--json` prints, and the plan in the published form."""
+    from hetjax.passes.cost.availability import availability_cluster, read_availability
+    from hetjax.passes.cost.sailor import read_model
+    from hetjax.passes.search.own_judge import OwnJudge
+    from hetjax.passes.search.published_judge import PublishedJudge
+    from hetjax.passes.search.published_plan import sailor_plan
+    from hetjax.passes.search.result import describe, search
+    from hetjax.passes.search.space import Problem, pools_of
+    from hetjax.passes.search.table import PublishedTable
+
+    if gbs < 1:
+        raise PlanError(f"--gbs must be at least 1, not {gbs}")
+    file, _, row = availability.rpartition(":")
+    if not file or not row.isdigit():
+        file, row = availability, "0"
+    available = read_availability(file, int(row))
+    cluster = availability_cluster(profiles, available)
+    table = PublishedTable(read_model(profiles, model), repaired=cost == "own")
+    problem = Problem(table, cluster, pools_of(cluster), gbs, alike=True, max_devices=max_devices or 0)
+    judge = PublishedJudge(problem, profiles) if cost == "published" else OwnJudge(problem)
+    found = search(judge, seed=seed, max_evaluations=evaluations, budget_s=budget_s, without=without)
+    outline, seconds = found.outline, found.report.seconds
+    other = OwnJudge(problem) if cost == "published" else PublishedJudge(problem, profiles)
+    beside = other.report(outline)
+    used = outline.used(len(problem.pools))
+    facts: dict[str, Any] = {
+        "ok": True, "model": model, "cost": cost, "search_s": found.search_s, "evaluations": found.evaluations,
+        "simulations": found.simulations, "seed": seed, "iteration_s": seconds,
+        "iterations_per_s": 1 / seconds, "lower_bound_s": found.lower_bound, "gap": found.gap,
+        "proved": found.proved, "devices_used": sum(used), "devices": problem.num_devices,
+        "global_batch": outline.num_microbatches * outline.groups[0].examples,
+        f"{other.name}_iteration_s": beside.seconds if not beside.problems else None,
+        "peak_bytes": [s.peak_bytes for s in found.report.stages],
+        "unused": [{"devices": n, "kind": k, "site": s, "why": w} for n, k, s, w in found.unused],
+        "plan": {
+            "num_microbatches": outline.num_microbatches, "schedule": found.report.schedule,
+            "warmups": list(found.report.warmups), "stages": describe(problem, outline),
+        },
+    }  # fmt: skip
+    return facts, sailor_plan(problem, outline, seconds)
+
+
+def _print(facts: dict[str, Any]) -> None:
+    click.echo(f"{facts['model']}: {facts['iteration_s']:.6g} s a step ({facts['iterations_per_s']:.5g} /s) by {facts['cost']} cost")
+    click.echo(f"lower bound {facts['lower_bound_s']:.6g} s, gap {facts['gap']:.1%}{', proved best' * facts['proved']}")
+    click.echo(f"{facts['evaluations']} plans judged in {facts['search_s']:.2f} s, seed {facts['seed']}")
+    plan = facts["plan"]
+    click.echo(f"batch {facts['global_batch']} in {plan['num_microbatches']} microbatches, {plan['schedule']}, {facts['devices_used']} of {facts['devices']} devices")
+    for s, stage in enumerate(plan["stages"]):
+        parts = " + ".join(
+            f"{p['replicas']} x {p['tensor']} {p['kind']} in {p['site']}" for p in stage["parts"]
+        )
+        click.echo(f"  stage {s}: layers {stage['layers'][0]} … {stage['layers'][1]} on {parts}")
+    for u in facts["unused"]:
+        click.echo(f"  left out: {u['devices']} {u['kind']} in {u['site']}: {u['why']}")

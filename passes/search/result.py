@@ -1,0 +1,228 @@
+"""One search from start to end, and all that it leaves behind: plan, bound, history, tree."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hetjax.ir.errors import HetjaxError, PlanError
+from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective, Stopped
+from hetjax.passes.search.judge import INF, Judge, Report
+from hetjax.passes.search.refine import Refiner
+from hetjax.passes.search.space import Outline, Problem, problems_of
+from hetjax.passes.search.tree import Node, TreeSearch
+from hetjax.passes.search.view import View
+
+# Nodes of the tree that are kept for people to look at, the most visited first.
+_KEPT_NODES = 2000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A node of the search tree, as it was at the end.
+
+    Attributes:
+      parent: position in `SearchResult.tree`, -1 for the root.
+      label: the decision that leads to it.
+      prior: what the principles gave it.
+      visits: how often the search passed it.
+      best: the best value below it; None where no plan was judged.
+      bound: no plan below has a smaller value; None where it was never asked.
+      pruned: why nothing more is looked for below, or "".
+    """
+
+    parent: int
+    label: str
+    prior: float
+    visits: int
+    best: float | None
+    bound: float | None
+    pruned: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+      outline: the best plan.
+      report: what the judge says of it.
+      value: what was made small: seconds, or the price of a step.
+      lower_bound: no plan of the problem has a smaller value.
+      proved: whether the search ended because nothing better can exist.
+      evaluations, simulations: plans judged, and those of them that the bound did not settle.
+      seed: of the search.
+      search_s: how long it took.
+      improvements: every best plan when it was found.
+      tree: the most visited nodes, parents first.
+      unused: (devices, kind, site, why they are left out).
+    """
+
+    outline: Outline
+    report: Report
+    value: float
+    lower_bound: float
+    proved: bool
+    evaluations: int
+    simulations: int
+    seed: int
+    search_s: float
+    improvements: tuple[Improvement, ...]
+    tree: tuple[TreeNode, ...]
+    unused: tuple[tuple[int, str, str, str], ...]
+
+    @property
+    def gap(self) -> float:
+        """Returns how far above the lower bound the value is, as a share of the value."""
+        return 1 - self.lower_bound / self.value
+
+
+def search(
+    judge: Judge,
+    *,
+    objective: Objective | None = None,
+    seed: int = 0,
+    max_evaluations: int | None = None,
+    budget_s: float | None = None,
+    without: Sequence[str] = (),
+    on_improvement: Callable[[Improvement], None] | None = None,
+    on_start: Callable[[Evaluator], None] | None = None,
+) -> SearchResult:
+    """Returns the best plan found.
+
+    The same problem, seed and number of evaluations give the same plan; seconds only stop the search.
+
+    Args:
+      judge: the judge, with the problem.
+      objective: what is made small; the time of a step when not given.
+      seed: of all that is drawn.
+      max_evaluations, budget_s: when to stop; without either, when nothing better can exist.
+      without: principles switched off.
+      on_improvement: told of every new best plan.
+      on_start: given the evaluator, whose `stop` ends the search with what it has.
+
+    Raises:
+      PlanError: no plan fits; says by how much, where, and what would help. Or an unknown principle.
+    """
+    evaluator = Evaluator(
+        judge, objective, max_evaluations=max_evaluations, budget_s=budget_s, on_improvement=on_improvement
+    )
+    view = View(evaluator, without)
+    tree = TreeSearch(view, seed, Refiner(view, seed))
+    # What is open now may be closed later: the bound of the whole problem is the root's.
+    lower_bound = tree.root.bound
+    if on_start is not None:
+        on_start(evaluator)
+    with contextlib.suppress(Stopped, KeyboardInterrupt):
+        tree.run()
+    search_s = evaluator.elapsed_s
+    outline = evaluator.outline
+    if outline is None:
+        raise nothing_fits(view)
+    wrong = list(problems_of(judge.problem, outline))
+    report = judge.report(outline)
+    if wrong or report.seconds == INF:
+        raise HetjaxError("the search returned a plan that is none:\n" + "\n".join([*wrong, *report.problems]))
+    proved = tree.root.closed and view.prunes_by_bound
+    value = evaluator.best
+    return SearchResult(
+        outline, report, value, value if proved else min(lower_bound, value), proved, evaluator.evaluations,
+        evaluator.simulations, seed, search_s, tuple(evaluator.improvements), _records(tree), _unused(view, outline),
+    )  # fmt: skip
+
+
+def _records(tree: TreeSearch) -> tuple[TreeNode, ...]:
+    """Returns the most visited nodes, each after its parent."""
+    out: list[TreeNode] = []
+    waiting: list[tuple[int, str, float, Node | None, str]] = [(-1, "start", 1.0, tree.root, "")]
+    while waiting and len(out) < _KEPT_NODES:
+        at = max(range(len(waiting)), key=lambda i: _visits(waiting[i][3]))
+        parent, label, prior, node, why = waiting.pop(at)
+        here = len(out)
+        if node is None:
+            out.append(TreeNode(parent, label, prior, 0, None, None, why))
+            continue
+        best = node.best if node.best < INF else None
+        out.append(TreeNode(parent, label, prior, node.visits, best, node.bound, why or node.why))
+        children = node.children or []
+        # Of those never visited the likeliest ten are enough to see what was passed over.
+        fresh = [c for c in children if c.node is None][:10]
+        seen = [c for c in children if c.node is not None]
+        waiting += [(here, c.label, c.prior, c.node, c.why) for c in (*seen, *fresh)]
+    return tuple(out)
+
+
+def _visits(node: Node | None) -> int:
+    return 0 if node is None else node.visits
+
+
+def _unused(view: View, outline: Outline) -> tuple[tuple[int, str, str, str], ...]:
+    """Returns the devices left out, each with the reason that comparing speeds and links gives."""
+    problem = view.problem
+    used = outline.used(len(problem.pools))
+    out = []
+    for i, pool in enumerate(problem.pools):
+        left = pool.devices - used[i]
+        if not left:
+            continue
+        inside = [j for j, n in enumerate(used) if n]
+        slow = [j for j in inside if j != i and view.is_slow(i, j)]
+        if problem.max_devices and sum(used) >= problem.device_limit:
+            why = f"no more than {problem.max_devices} devices may be used"
+        elif not used[i] and slow and len(slow) == len([j for j in inside if j != i]):
+            why = "every link to the sites in use is slow: what it would take there costs more than it saves"
+        elif not used[i]:
+            why = "no plan found that uses it is faster"
+        else:
+            why = "not enough for another equal replica or stage; a plan with uneven ones was not faster"
+        out.append((left, pool.kind, pool.site, why))
+    return tuple(out)
+
+
+def nothing_fits(view: View) -> PlanError:
+    """Returns the error that says by how much no plan fits, where, and what would make one fit."""
+    problem, judge = view.problem, view.judge
+    closest: tuple[float, str, float, float] | None = None
+    for micro in view.moves.micros:
+        for group in view.moves.groups(micro, (), False):
+            stages = min(problem.stage_limit, max(1, view.moves.counts((), group)))
+            held = judge.in_flight(0, stages, micro.num_microbatches) if judge.fixed_memory else 1
+            for need, free in judge.rooms(group, held):
+                share = need[-1] / stages
+                if closest is None or share / max(free, 1.0) < closest[0]:
+                    kind = problem.pools[group.parts[0].pool].kind
+                    closest = (share / max(free, 1.0), f"{stages} stages on {kind}", share, free)
+    if closest is None:
+        return PlanError(
+            f"no number of microbatches divides a batch of {problem.batch} into sizes that "
+            f"{problem.table.name} has numbers for on these devices; choose another batch"
+        )
+    _, where, need, free = closest
+    tried = "with every choice of recomputation and sharding" if problem.options else "as it is"
+    return PlanError(
+        f"no plan for {problem.table.name} fits, {tried}. Closest: {where}, where a device of the mean stage "
+        f"needs {need / 1e9:.4g} GB and {free / 1e9:.4g} GB can be used ({(need - free) / 1e9:+.4g} GB). "
+        "More stages (more devices), recomputation, sharded optimizer state or a smaller microbatch would make it fit"
+    )
+
+
+def describe(problem: Problem, outline: Outline) -> list[dict[str, Any]]:
+    """Returns a plan's stages as plain data."""
+    names = problem.table.layers
+    return [
+        {
+            "layers": [names[outline.edges[s]], names[outline.edges[s + 1] - 1]],
+            "num_layers": outline.edges[s + 1] - outline.edges[s],
+            "parts": [
+                {
+                    "site": problem.pools[p.pool].site, "kind": problem.pools[p.pool].kind,
+                    "replicas": p.replicas, "tensor": p.tensor, "examples": p.share,
+                }
+                for p in group.parts
+            ],
+            "options": dataclasses.asdict(group.options),
+        }
+        for s, group in enumerate(outline.groups)
+    ]  # fmt: skip

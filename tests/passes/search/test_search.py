@@ -1,0 +1,185 @@
+"""The search: legal plans only, as good as exhaustive search on small problems, the same again for a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hetjax.ir.errors import PlanError
+from hetjax.passes.search.baselines import count_plans, exhaustive, greedy, randomly, stopped, uniform
+from hetjax.passes.search.cuts import balanced
+from hetjax.passes.search.evaluator import Evaluator, Objective
+from hetjax.passes.search.judge import INF
+from hetjax.passes.search.moves import ROOT, Moves, State
+from hetjax.passes.search.own_judge import OwnJudge
+from hetjax.passes.search.principles import PRINCIPLES, active
+from hetjax.passes.search.result import search
+from hetjax.passes.search.samples import random_problem
+from hetjax.passes.search.space import Group, Micro, Part, problems_of
+from hetjax.passes.search.tree import canonical
+from hetjax.passes.search.view import View
+
+
+def small_problems(count: int, most: int = 1500):
+    """Yields (seed, problem) with a space that exhaustive search walks in a moment."""
+    found = 0
+    for seed in range(1000):
+        problem = random_problem(seed)
+        if 30 <= count_plans(problem, OwnJudge(problem).known, most) <= most:
+            yield seed, problem
+            found += 1
+            if found == count:
+                return
+
+
+def test_equal_to_exhaustive_search_on_small_problems():
+    different = []
+    for seed, problem in small_problems(12):
+        whole = Evaluator(OwnJudge(problem))
+        exhaustive(whole)
+        if whole.best == INF:
+            with pytest.raises(PlanError, match="fits"):
+                search(OwnJudge(problem), max_evaluations=2000)
+            continue
+        found = search(OwnJudge(problem), max_evaluations=whole.evaluations)
+        if found.value > whole.best * (1 + 1e-9):
+            different.append((seed, found.value, whole.best))
+    assert not different
+
+
+def test_bounds_never_exceed_the_best_plan():
+    for seed, problem in small_problems(8):
+        whole = Evaluator(OwnJudge(problem))
+        exhaustive(whole)
+        if whole.outline is None:
+            continue
+        view, best = View(Evaluator(OwnJudge(problem))), whole.outline
+        first = best.groups[0]
+        micro = Micro(best.num_microbatches, first.examples)
+        plain = tuple(Group(g.parts) for g in best.groups)
+        # Every node on the way to the best plan promises at least as good a value.
+        for state in (
+            ROOT, State(micro), *(State(micro, plain[:n]) for n in range(1, len(plain) + 1)),
+            State(micro, plain, None, True), State(micro, best.groups, None, True, True),
+        ):  # fmt: skip
+            assert view.bound(state) <= whole.best * (1 + 1e-9), (seed, state)
+
+
+def test_closed_form_never_exceeds_the_simulation():
+    checked = 0
+    for _, problem in small_problems(6):
+        judge = OwnJudge(problem)
+        evaluator = Evaluator(judge, max_evaluations=60)
+        assert stopped(lambda evaluator=evaluator: randomly(evaluator, 3))
+        for m, groups, edges in list(evaluator._values):
+            bound, seconds = judge.bound_s(m, groups, edges), judge.seconds(m, groups, edges)
+            assert bound <= seconds * (1 + 1e-9)
+            assert (bound == INF) == (seconds == INF)
+            checked += seconds < INF
+    assert checked > 100
+
+
+@pytest.mark.quick
+def test_every_plan_drawn_is_legal_and_the_batch_exact():
+    for seed in range(10):
+        problem = random_problem(seed)
+        evaluator = Evaluator(OwnJudge(problem), max_evaluations=150)
+        assert stopped(lambda evaluator=evaluator: randomly(evaluator, seed))
+        from hetjax.passes.search.space import Outline
+
+        for m, groups, edges in evaluator._values:
+            assert not list(problems_of(problem, Outline(m, groups, edges)))
+
+
+@pytest.mark.quick
+def test_same_seed_and_evaluations_give_the_same_plan():
+    problem = random_problem(63)
+    first = search(OwnJudge(problem), seed=5, max_evaluations=120)
+    again = search(OwnJudge(problem), seed=5, max_evaluations=120)
+    assert first.outline == again.outline
+    assert [i.outline for i in first.improvements] == [i.outline for i in again.improvements]
+    assert first.tree == again.tree
+
+
+@pytest.mark.quick
+def test_anytime_the_best_only_improves_and_the_bound_stays_below():
+    found = search(OwnJudge(random_problem(54)), max_evaluations=300)
+    values = [i.value for i in found.improvements]
+    assert values == sorted(values, reverse=True)
+    assert found.value == values[-1]
+    assert 0 < found.lower_bound <= found.value
+    assert 0 <= found.gap < 1
+
+
+def test_no_baseline_beats_the_search_at_equal_evaluations():
+    beaten = 0
+    for _, problem in small_problems(8):
+        found = search(OwnJudge(problem), max_evaluations=400)
+        for run in (greedy, uniform, lambda e: randomly(e, 0)):
+            evaluator = Evaluator(OwnJudge(problem), max_evaluations=400)
+            stopped(lambda run=run, evaluator=evaluator: run(evaluator))
+            assert found.value <= evaluator.best * (1 + 1e-9)
+            beaten += found.value < evaluator.best * 0.99
+    assert beaten > 0
+
+
+@pytest.mark.quick
+def test_balanced_cuts_leave_no_better_longest_stage():
+    checked = 0
+    for _, problem in small_problems(4):
+        judge = OwnJudge(problem)
+        moves = Moves(problem, judge.known)
+        for micro in moves.micros:
+            for first in moves.groups(micro, (), False)[:4]:
+                for second in moves.groups(micro, (first,), False)[:4]:
+                    groups = (first, second)
+                    edges, longest = balanced(judge, micro.num_microbatches, groups, 0)
+                    every = [
+                        max(w[e[s + 1]] - w[e[s]] for s, g in enumerate(groups) for w in judge.works(g))
+                        for e in moves.edges(2)
+                    ]
+                    assert edges is not None
+                    assert longest == pytest.approx(min(every), rel=1e-8)
+                    checked += 1
+    assert checked > 20
+
+
+@pytest.mark.quick
+def test_pools_that_may_change_places_lead_to_one_node():
+    a, b = (Group((Part(p, 1, 1, 2),)) for p in (0, 1))
+    micro = Micro(2, 2)
+    assert canonical((0, 0), State(micro, (b, a))) == canonical((0, 0), State(micro, (a, b)))
+    assert canonical((0, 1), State(micro, (b, a))) != canonical((0, 1), State(micro, (a, b)))
+
+
+@pytest.mark.quick
+def test_cost_objective_needs_a_price_for_every_kind_and_uses_it():
+    problem = random_problem(63)
+    with pytest.raises(PlanError, match="no price is given"):
+        search(OwnJudge(problem), objective=Objective("cost", {}), max_evaluations=10)
+    prices = {p.kind: 2.0 for p in problem.pools}
+    found = search(OwnJudge(problem), objective=Objective("cost", prices), max_evaluations=200)
+    devices = sum(found.outline.used(len(problem.pools)))
+    assert found.value == pytest.approx(found.report.seconds * devices * 2.0 / 3600)
+
+
+@pytest.mark.quick
+def test_no_more_devices_than_allowed_and_the_rest_named():
+    problem = dataclasses.replace(random_problem(63), max_devices=2)
+    found = search(OwnJudge(problem), max_evaluations=200)
+    used = sum(found.outline.used(len(problem.pools)))
+    assert used <= 2
+    assert sum(n for n, *_ in found.unused) == problem.num_devices - used
+    assert all(why for *_, why in found.unused)
+
+
+@pytest.mark.quick
+def test_principles_can_be_switched_off_by_name():
+    names = {p.name for p in PRINCIPLES}
+    assert {p.name for p in active(["bounds", "alike"])} == names - {"bounds", "alike"}
+    with pytest.raises(PlanError, match="did you mean 'alike'"):
+        active(["alikee"])
+    found = search(OwnJudge(random_problem(63)), max_evaluations=100, without=sorted(names))
+    assert found.report.seconds < INF
+    assert not found.proved
