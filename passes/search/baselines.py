@@ -23,6 +23,10 @@ from hetjax.passes.search.space import Group, Micro, Part, Problem, placeable
 from hetjax.passes.search.view import View
 
 
+# Draws in a row without a new plan after which random search takes the space for known.
+_STALE = 500
+
+
 def count_plans(problem: Problem, known: Callable[[Group], bool], most: int) -> int:
     """Returns how many plans the space has, or a number above `most` where these are more than that."""
     moves, total = Moves(problem, known), 0
@@ -67,12 +71,15 @@ def exhaustive(evaluator: Evaluator, most: int = 1_000_000) -> None:
 
 
 def randomly(evaluator: Evaluator, seed: int) -> None:
-    """Draws plans until the budget is spent: every decision evenly among the legal ones."""
+    """Draws plans until the budget is spent or hardly any is new: every decision evenly among the legal ones."""
     evaluator.source = "random"
     rng, problem = random.Random(seed), evaluator.problem
     moves = Moves(problem, evaluator.judge.known)
-    while True:
+    before, stale = 0, 0
+    while stale < _STALE:
         evaluator.check()
+        stale = stale + 1 if evaluator.evaluations == before else 0
+        before = evaluator.evaluations
         micro = rng.choice(moves.micros)
         groups: Groups = ()
         for _ in range(rng.randint(1, problem.stage_limit)):

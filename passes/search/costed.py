@@ -158,7 +158,8 @@ class CostedTable:
 def _hosts(cluster: Cluster) -> dict[str, Host]:
     found: dict[str, Host] = {}
     for group in cluster.groups():
-        first = group.nodes[0][0]
-        outer = cluster.link(first, group.nodes[1][0]) if len(group.nodes) > 1 else None
+        heads = [node[0] for node in group.nodes]
+        first = heads[0]
+        outer = cluster.link(first, heads[1]) if len(heads) > 1 else None
         found.setdefault(group.kind, Host(len(group.nodes[0]), cluster.link(first, first), outer))
     return found

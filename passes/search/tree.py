@@ -35,7 +35,7 @@ _WIDEN, _WIDEN_POWER = 1.5, 0.6
 # Plans drawn before the refinement begins, and how many evaluations it has for each one after.
 _FIRST_VISITS, _REFINEMENT = 60, 3
 # After so many walks that met no plan worth judging the search ends.
-_MOST_IDLE = 20_000
+_MOST_IDLE = 3_000
 # How often a drawn stage is one of unlike replicas.
 _MIXED = 0.15
 
