@@ -22,7 +22,6 @@ from hetjax.passes.search.moves import Groups, Moves, with_options
 from hetjax.passes.search.space import Group, Micro, Part, Problem, placeable
 from hetjax.passes.search.view import View
 
-
 # Draws in a row without a new plan after which random search takes the space for known.
 _STALE = 500
 

@@ -115,7 +115,7 @@ def test_published_plans_have_their_published_scores(folder):
 )  # fmt: skip
 def test_beats_the_published_planners(folder, file, row, least):
     judge = judge_of(folder, file, row)
-    found = search(judge, max_evaluations=800, budget_s=20)
+    found = search(judge, max_evaluations=2500, budget_s=20)
     assert 1 / found.report.seconds >= least
     assert not list(problems_of(judge.problem, found.outline))
     first = found.outline.groups[0]
