@@ -185,7 +185,7 @@ def read_model(folder: str | Path, name: str) -> Model:
 def model_names(folder: str | Path) -> list[str]:
     """Returns the models that a folder has sizes and profiles of."""
     folder = Path(folder)
-    return [name for name in _load(folder / "llm_info.json") if (folder / "profiles" / name).is_dir()]
+    return [name for name in load_json(folder / "llm_info.json") if (folder / "profiles" / name).is_dir()]
 
 
 def find_folder(path: str | Path) -> Path | None:
