@@ -271,7 +271,10 @@ class Moves:
             left = self.left(used)
             most = self.problem.stage_limit - len(used)
             spare = self.problem.device_limit - sum([g.devices for g in used])
-            most = min([most, spare // group.devices, *(left[p.pool] // p.devices for p in group.parts)])
+            wanted: dict[int, int] = {}
+            for p in group.parts:  # two parts may lie in one pool
+                wanted[p.pool] = wanted.get(p.pool, 0) + p.devices
+            most = min([most, spare // group.devices, *(left[i] // n for i, n in wanted.items())])
             while most > 1 and not self._even and not self._room_for([*used, *[group] * (most - 1)], group):
                 most -= 1
             self._most[key] = most

@@ -23,7 +23,7 @@ from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.principles import PRINCIPLES, active
 from hetjax.passes.search.result import search
 from hetjax.passes.search.samples import random_problem
-from hetjax.passes.search.space import Group, Micro, Outline, Part, problems_of
+from hetjax.passes.search.space import Group, Micro, Outline, Part, placeable, problems_of
 from hetjax.passes.search.tree import canonical
 from hetjax.passes.search.view import View
 
@@ -189,3 +189,18 @@ def test_principles_can_be_switched_off_by_name():
     found = search(OwnJudge(random_problem(63)), max_evaluations=100, without=sorted(names))
     assert found.report.seconds < INF
     assert not found.proved
+
+
+@pytest.mark.quick
+def test_stages_with_two_parts_in_one_pool_do_not_take_its_devices_twice():
+    checked = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        moves = Moves(problem, OwnJudge(problem).known)
+        for micro in moves.micros:
+            for group in moves.groups(micro, (), True):
+                if len({p.pool for p in group.parts}) < len(group.parts):
+                    groups = (group,) * moves.counts((), group)
+                    assert placeable(problem, groups), (seed, group)
+                    checked += len(groups) > 0
+    assert checked > 100
