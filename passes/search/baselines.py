@@ -1,11 +1,10 @@
 """Honest baselines under the same judge: what the tree search is measured against.
 
-  exhaustive     every plan of the space; small problems only
+  exhaustive     every plan that `moves` leads to; small problems only. Beyond `FINE` examples these are not
+                 all legal plans, and local refinement may find a better one.
   random         plans put together by drawing every decision evenly
   greedy         the likeliest decision by the principles, each time; once per division of the batch
-  dynamic        for each division and device order, stages by dynamic programming over layers and devices
   uniform        one grid of (pipeline, data, tensor) degrees for all devices, layers in equal numbers
-  single-site    the tree search on each site alone
 
 Each takes an evaluator and leaves its best plan there.
 """

@@ -7,8 +7,8 @@
     outlined     the layers at which the stages meet             -> a whole plan
 
 Every legal plan of a small problem can be reached on one path (up to pools that may change places). On
-large ones three things are thinned out, and reached by local refinement instead: how many replicas of a
-mixed stage lie in which pool, options that differ from stage to stage of one pool, and edges far from the
+large ones three things are thinned out, and reached by local refinement instead: how many replicas, and which
+shares, a mixed stage has in which pool (beyond `FINE` examples), options that differ from stage to stage of one pool, and edges far from the
 balanced ones.
 """
 

@@ -408,6 +408,8 @@ class OwnJudge:
 
     def _part(self, group: Group, part: Part) -> PartTable | None:
         table, pool = self.problem.table, self.problem.pools[part.pool]
+        if part.tensor not in table.tensors(pool.kind):
+            return None  # the model cannot be split so far
         times, sizes = table.times(pool.kind, part.tensor, part.share), table.sizes(part.tensor)
         if times is None or sizes is None:
             return None

@@ -211,7 +211,7 @@ class Refiner:
         for o in choices:
             yield tuple(with_options(self.problem, g, o) for g in groups)
         for i, old in enumerate(groups):
-            for o in (False, True):
+            for o in {c.recompute for c in choices}:  # only what the problem offers
                 new = with_options(self.problem, old, dataclasses.replace(old.options, recompute=o))
                 if new != old:
                     yield (*groups[:i], new, *groups[i + 1 :])

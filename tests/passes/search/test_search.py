@@ -18,7 +18,7 @@ from hetjax.passes.search.baselines import (
 from hetjax.passes.search.cuts import balanced
 from hetjax.passes.search.evaluator import Evaluator, Objective
 from hetjax.passes.search.judge import INF
-from hetjax.passes.search.moves import ROOT, Moves, State
+from hetjax.passes.search.moves import FINE, ROOT, Moves, State
 from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.principles import PRINCIPLES, active
 from hetjax.passes.search.result import search
@@ -33,6 +33,8 @@ def small_problems(count: int, most: int = 500):
     found = 0
     for seed in range(1000):
         problem = random_problem(seed, devices=4, layers=4, sites=2)
+        # Up to so many examples no share is thinned out, and exhaustive search sees every plan.
+        problem = dataclasses.replace(problem, batch=min(problem.batch, FINE))
         if 30 <= count_plans(problem, OwnJudge(problem).known, most) <= most:
             yield seed, problem
             found += 1
@@ -50,7 +52,8 @@ def test_equal_to_exhaustive_search_on_small_problems():
                 search(OwnJudge(problem), max_evaluations=2000)
             continue
         found = search(OwnJudge(problem), max_evaluations=whole.evaluations)
-        if found.value > whole.best * (1 + 1e-9):
+        # Neither worse nor better: what beats every plan of the space is none of its plans.
+        if abs(found.value / whole.best - 1) > 1e-9:
             different.append((seed, found.value, whole.best))
     assert not different
 
