@@ -1,6 +1,7 @@
 """A start that another process has kept: the same numbers without planning, and never a stale one."""
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -189,6 +190,21 @@ def test_quick_compilations_are_not_kept(cache, planned):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e3)
     parallel()(*arguments())
     assert not cache.exists()
+
+
+def test_a_step_that_means_what_a_microbatch_means_is_never_taken_from_before(cache, planned):
+    """The trace at the whole batch, which names the start, does not show what a microbatch means."""
+
+    def coupled(state, batch, at_one_microbatch):
+        by = 1.0 if batch["x"].shape[0] == 8 else at_one_microbatch
+        loss = lambda p: ((batch["x"] @ p[0] @ p[1]).std(0) ** 2).sum() * by  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        return {**state, "params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, value
+
+    for by in (2.0, 3.0):
+        fn = functools.partial(coupled, at_one_microbatch=by)
+        parallel(fn, per_microbatch=True)(*arguments())
+    assert len(planned) == 2
 
 
 def test_a_kept_refusal_to_split_warns_again(cache, planned):
