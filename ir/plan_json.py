@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hetjax.ir.errors import ParseError, PlanError
+from hetjax.ir.json_text import parse_json
 from hetjax.ir.plan import SOURCES, VERSION, Cut, Plan, StagePlan
 from hetjax.ir.suggest import nearest
 
@@ -36,15 +37,7 @@ _Read = Callable[[Any, str, _Problems], Any]
 def read_plan(text: str, filename: str) -> Plan:
     """Returns the plan that JSON text holds; see `Plan.from_json`."""
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise ParseError(
-            f"not JSON: {error.msg}",
-            source=text,
-            line=error.lineno,
-            column=error.colno,
-            filename=filename,
-        ) from None
+        data = parse_json(text, filename, parse_constant=_refuse_constant)
     except ValueError as error:
         raise ParseError(str(error), filename=filename) from None
     problems = _Problems()

@@ -24,7 +24,8 @@ import numpy as np
 from hetjax.ir.cluster import DeviceKind
 from hetjax.ir.cluster_check import PLATFORMS
 from hetjax.ir.dtypes import dtype_itemsize
-from hetjax.ir.errors import ParseError, PlanError
+from hetjax.ir.errors import PlanError
+from hetjax.ir.json_text import parse_json
 from hetjax.ir.suggest import nearest
 from hetjax.passes.cost.group import Group
 from hetjax.passes.cost.roofline import ASSUMED, Efficiency
@@ -263,13 +264,7 @@ class ResidualForest:
           ParseError: the text is not JSON.
           PlanError: it holds no forest of this version, or one that decides by other features.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ParseError(
-                f"not JSON: {error.msg}", source=text, line=error.lineno, column=error.colno,
-                filename=filename,
-            ) from None  # fmt: skip
+        data = parse_json(text, filename)
         again = "train it again: hetjax calibrate"
         if not isinstance(data, dict) or "hetjax_forest" not in data:
             raise PlanError(f"{filename}: not a residual forest; {again}")

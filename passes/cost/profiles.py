@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hetjax.ir.errors import ParseError, PlanError
+from hetjax.ir.errors import PlanError
+from hetjax.ir.json_text import parse_json
 from hetjax.ir.plan import SOURCES
 from hetjax.ir.suggest import nearest
 
@@ -144,13 +145,7 @@ class Profiles:
           ParseError: the text is not JSON.
           PlanError: it holds no profiles; every problem with its key.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ParseError(
-                f"not JSON: {error.msg}", source=text, line=error.lineno, column=error.colno,
-                filename=filename,
-            ) from None  # fmt: skip
+        data = parse_json(text, filename)
         if not isinstance(data, dict) or data.get("hetjax_profiles") != VERSION:
             raise PlanError(f'{filename}: not profiles; they say "hetjax_profiles": {VERSION}')
         problems: list[str] = []

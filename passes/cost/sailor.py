@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,8 @@ from typing import Any
 
 from hetjax.ir import presets
 from hetjax.ir.cluster import Cluster, Link, Node, Site
-from hetjax.ir.errors import ParseError, PlanError
+from hetjax.ir.errors import PlanError
+from hetjax.ir.json_text import parse_json
 from hetjax.ir.suggest import nearest
 from hetjax.passes.cost.profiles import LayerKey, LayerTime, Profiles
 
@@ -217,13 +217,7 @@ def read_plan(text: str, filename: str = "<json>") -> PublishedPlan:
       ParseError: the text is not JSON.
       PlanError: it is no plan of theirs, or uses what cannot be priced here; every problem by key.
     """
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ParseError(
-            f"not JSON: {error.msg}", source=text, line=error.lineno, column=error.colno,
-            filename=filename,
-        ) from None  # fmt: skip
+    data = parse_json(text, filename)
     fields = ("pipeline_list", "mbs", "gbs")
     missing = [f for f in fields if not isinstance(data, dict) or f not in data]
     if missing:
@@ -367,8 +361,7 @@ def _dig(data: Any, *path: str) -> Any:
 
 def load_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"cannot read {path}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ParseError(f"not JSON: {error.msg}", line=error.lineno, filename=str(path)) from None
+    return parse_json(text, str(path))

@@ -77,7 +77,7 @@ def test_json_reads_back_equal(plan):
 @given(plans)
 @settings(max_examples=50, deadline=None)
 def test_json_follows_the_schema(plan):
-    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(plan.to_json()))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 # An installed wheel is tested outside the source tree, where there are no benchmarks.
 arms = pytest.importorskip("benchmarks._slamb_arms", reason="no benchmarks beside these tests")
-tasks = pytest.importorskip("benchmarks._slamb_tasks")
+tasks = pytest.importorskip("benchmarks._slamb_tasks", reason="no benchmarks beside these tests")
 
 WORKERS = 8
 
@@ -31,7 +31,7 @@ def figures(task_name, arm_name, seeds, rate):
 
 @pytest.mark.nightly
 def test_digits_after_sixty_steps_are_within_half_a_point_of_lamb():
-    pytest.importorskip("sklearn")
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     lamb = figures("digits", "lamb", 3, 0.02)
     assert lamb > 95.0  # LAMB has learned them
     assert figures("digits", "published", 3, 0.02) >= lamb - 0.5
@@ -39,7 +39,7 @@ def test_digits_after_sixty_steps_are_within_half_a_point_of_lamb():
 
 @pytest.mark.nightly
 def test_dropping_what_is_not_sent_loses_ten_points():
-    pytest.importorskip("sklearn")
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     assert figures("digits", "dropped", 3, 0.02) <= figures("digits", "published", 3, 0.02) - 10.0
 
 
