@@ -22,7 +22,9 @@ from hetjax.ir.suggest import nearest
 
 VERSION = 1
 # Decisions that `Plan.with_` prices, beside those about stages and specs.
-REPRICED = ("num_microbatches", "schedule", "warmups", "state_specs", "per_microbatch")
+REPRICED = ("num_microbatches", "schedule", "warmups", "state_specs", "per_microbatch", "crossing_dtype")
+# Narrower types in which activations may cross between stages, by explicit choice.
+CROSSING_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Where a number comes from.
 SOURCES = ("measured", "imported", "analytic", "given")
 
@@ -87,6 +89,8 @@ class Plan(Shown):
       seed, evaluations: of the search that found it, or None.
       sources: (what, one of `SOURCES`) pairs.
       predicted_s: the whole step, or None.
+      crossing_dtype: one of `CROSSING_DTYPES`, to which activations and their gradients are rounded
+        for the way between stages; "" sends them as they are.
     """
 
     name: str
@@ -104,6 +108,7 @@ class Plan(Shown):
     evaluations: int | None = None
     sources: tuple[tuple[str, str], ...] = ()
     predicted_s: float | None = None
+    crossing_dtype: str = ""
 
     def with_(
         self,
@@ -254,6 +259,9 @@ def verify_plan(plan: Plan, cluster: Cluster) -> None:
         for i, k in enumerate(plan.warmups)
         if k < 1
     ]
+    if plan.crossing_dtype and plan.crossing_dtype not in CROSSING_DTYPES:
+        known = nearest(str(plan.crossing_dtype), CROSSING_DTYPES) or f"; it may be {', '.join(CROSSING_DTYPES)}"
+        found.append(f"crossing_dtype is {plan.crossing_dtype!r}{known}")
     user: dict[int, int] = {}
     for i, stage in enumerate(plan.stages):
         found += _stage_problems(i, stage, cluster)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hetjax.ir.errors import ParseError, PlanError
 from hetjax.ir.json_text import parse_json
-from hetjax.ir.plan import SOURCES, VERSION, Cut, Plan, StagePlan
+from hetjax.ir.plan import CROSSING_DTYPES, SOURCES, VERSION, Cut, Plan, StagePlan
 from hetjax.ir.suggest import nearest
 
 _ABSENT = object()
@@ -92,6 +92,13 @@ _seconds = _typed(
 def _source(value: Any, key: str, problems: _Problems) -> str:
     if value not in SOURCES:
         problems.add(key, f"unknown source {value!r}{nearest(str(value), SOURCES)}")
+        raise _Wrong()
+    return value
+
+
+def _crossing_dtype(value: Any, key: str, problems: _Problems) -> str:
+    if value != "" and value not in CROSSING_DTYPES:
+        problems.add(key, f"activations cannot cross in {value!r}{nearest(str(value), CROSSING_DTYPES)}")
         raise _Wrong()
     return value
 
@@ -190,4 +197,5 @@ _PLAN: dict[str, _Read] = {
     "evaluations": _optional(_whole),
     "sources": _many(_pair(_text, _source)),
     "predicted_s": _optional(_seconds),
+    "crossing_dtype": _crossing_dtype,
 }

@@ -9,7 +9,7 @@ from hetjax.passes.manager import run_pipeline
 ANALYSIS = ("inline-calls", "label-regions", "label-blocks", "annotate-costs")
 LOWERING = (
     "plan-stages", "cut-stages", "split-backward", "shard-stages", "insert-reshards", "optimise-reshards",
-    "price-stages", "schedule", "plan-donation", "price-step", "verify",
+    "compress-crossings", "price-stages", "schedule", "plan-donation", "price-step", "verify",
 )
 
 

@@ -52,6 +52,7 @@ PASSES: dict[str, str] = {
     "shard-stages": "hetjax.passes.shard_stages:ShardStages",
     "insert-reshards": "hetjax.passes.insert_reshards:InsertReshards",
     "optimise-reshards": "hetjax.passes.optimise_reshards:OptimiseReshards",
+    "compress-crossings": "hetjax.passes.compress_crossings:CompressCrossings",
     "price-stages": "hetjax.passes.price_plan:PriceStages",
     "schedule": "hetjax.passes.schedule_tasks:Schedule",
     "plan-donation": "hetjax.passes.plan_donation:PlanDonation",
@@ -63,8 +64,8 @@ PASSES: dict[str, str] = {
 ALIASES: dict[str, str] = {
     "default": (
         "inline-calls,label-regions,label-blocks,annotate-costs,prove-microbatching,plan-stages,cut-stages,"
-        "split-backward,shard-stages,insert-reshards,optimise-reshards,price-stages,schedule,plan-donation,"
-        "price-step,verify"
+        "split-backward,shard-stages,insert-reshards,optimise-reshards,compress-crossings,price-stages,schedule,"
+        "plan-donation,price-step,verify"
     ),
 }
 

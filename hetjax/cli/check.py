@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 @click.option("--rtol", type=float, help="Relative bound, in place of the one by dtype (f32: 1e-6).")
 @click.option("--atol", type=float, help="Bound relative to the largest leaf of the tree (f32: 1e-7).")
 @click.option("--per-microbatch", is_flag=True, help="Accept a step whose meaning is per microbatch.")
+@click.option("--crossing-dtype", metavar="TYPE", help="Round what crosses between stages: bfloat16, float8_e4m3fn, float8_e5m2.")
 @click.option("--rehearse", is_flag=True, help="Run the cluster's plan on CPU devices.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     target: str, cluster: str | None, stages: int | None, microbatches: int | None, mesh: str | None,
-    steps: int, rtol: float | None, atol: float | None, per_microbatch: bool, rehearse: bool, as_json: bool,
+    steps: int, rtol: float | None, atol: float | None, per_microbatch: bool,
+    crossing_dtype: str | None, rehearse: bool, as_json: bool,
 ) -> int:
     """Run plain jit and hetjax side by side and compare every leaf of outputs and state.
 
@@ -54,7 +56,7 @@ def check(
             needed=_devices_needed(stages, mesh),
             options={
                 "cluster": cluster, "num_stages": stages, "num_microbatches": microbatches, "mesh": mesh,
-                "per_microbatch": per_microbatch, "rehearse": rehearse,
+                "per_microbatch": per_microbatch, "crossing_dtype": crossing_dtype, "rehearse": rehearse,
             },
             progress=None if as_json else lambda line: click.echo(line, err=True),
         )

@@ -27,7 +27,7 @@ from hetjax.ir.cluster import Cluster
 from hetjax.ir.display import Shown
 from hetjax.ir.errors import ClusterError, LoweringError, PlanError
 from hetjax.ir.graph import Graph
-from hetjax.ir.plan import Plan
+from hetjax.ir.plan import CROSSING_DTYPES, Plan
 from hetjax.passes.dumping import ENVIRONMENT as DUMPS_TO
 from hetjax.runtime.executable_store import open_store
 from hetjax.runtime.start_cache import read_start, start_file
@@ -45,8 +45,8 @@ def parallelize(
     num_stages: int | None = None, num_microbatches: int | None = None, mesh: MeshLike = None,
     schedule: str | None = None, plan: Plan | str | Path | None = None,
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
-    per_microbatch: bool = False, rehearse: bool | str = False, like: ParallelFunction | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    per_microbatch: bool = False, crossing_dtype: str | None = None, rehearse: bool | str = False,
+    like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
 ) -> Any: ...
 
 
@@ -55,8 +55,8 @@ def parallelize(
     num_stages: int | None = None, num_microbatches: int | None = None, mesh: MeshLike = None,
     schedule: str | None = None, plan: Plan | str | Path | None = None,
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
-    per_microbatch: bool = False, rehearse: bool | str = False, like: ParallelFunction | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    per_microbatch: bool = False, crossing_dtype: str | None = None, rehearse: bool | str = False,
+    like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
 ) -> Any:
     """Returns the train step, run across the devices of a cluster with the numbers of plain jax.jit.
 
@@ -77,6 +77,9 @@ def parallelize(
       donate: lets the new state reuse the old one's buffers, as jit's donate_argnums does.
       per_microbatch: accepts that the step's meaning is per microbatch where it is no sum over examples
         (batch statistics).
+      crossing_dtype: rounds activations and their gradients to "bfloat16", "float8_e4m3fn" or
+        "float8_e5m2" for the way between stages; the numbers are then no longer plain jit's. None sends
+        them as they are.
       rehearse: lets CPU devices stand for the cluster's. "timed" also lets stages and links take the
         seconds that the cost model gives the cluster's, in real time; a call then returns when the step
         has ended.
@@ -92,7 +95,8 @@ def parallelize(
         return functools.partial(
             parallelize, cluster=cluster, num_stages=num_stages, num_microbatches=num_microbatches,
             mesh=mesh, schedule=schedule, plan=plan, batch_argnums=batch_argnums, donate=donate,
-            per_microbatch=per_microbatch, rehearse=rehearse, like=like, progress=progress,
+            per_microbatch=per_microbatch, crossing_dtype=crossing_dtype, rehearse=rehearse, like=like,
+            progress=progress,
         )
     if not callable(fn):
         raise PlanError(
@@ -103,11 +107,12 @@ def parallelize(
         raise PlanError(f"{fn._name()} is parallel already; parallelize the plain function, or its .plain")
     if isinstance(like, _Bound):
         like = like.func  # type: ignore[assignment]
-    _check_types(cluster, num_stages, num_microbatches, schedule, plan, rehearse, like, progress)
+    _check_types(cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress)
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
         schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,
-        donate=donate, plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
+        crossing_dtype=crossing_dtype, donate=donate,
+        plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
     )
     if isinstance(batch_argnums, (int, str)):
         batch_argnums = (batch_argnums,)
@@ -115,8 +120,8 @@ def parallelize(
 
 
 def _check_types(
-    cluster: Any, num_stages: Any, num_microbatches: Any, schedule: Any, plan: Any, rehearse: Any,
-    like: Any, progress: Any,
+    cluster: Any, num_stages: Any, num_microbatches: Any, schedule: Any, crossing_dtype: Any, plan: Any,
+    rehearse: Any, like: Any, progress: Any,
 ) -> None:
     """Refuses options of the wrong type, all at once and before anything runs.
 
@@ -132,6 +137,8 @@ def _check_types(
         wrong.append(f"num_stages is {num_stages}; it must be at least 1")
     if schedule is not None and not isinstance(schedule, str):
         wrong.append(f"schedule is {schedule!r}; it must be a name, such as '1f1b'")
+    if crossing_dtype is not None and crossing_dtype not in CROSSING_DTYPES:
+        wrong.append(f"crossing_dtype is {crossing_dtype!r}; it may be {', '.join(CROSSING_DTYPES)} or None")
     if plan is not None and not isinstance(plan, (Plan, str, Path)):
         wrong.append(f"plan is a {type(plan).__name__}; it must be a Plan or the name of a file that holds one")
     if rehearse not in (False, True, "timed"):

@@ -34,6 +34,7 @@ class Options:
     Attributes:
       num_stages, num_microbatches, mesh, schedule: of the plan.
       per_microbatch: whether a step that is not a sum over examples may run per microbatch.
+      crossing_dtype: in which activations cross between stages; None as they are, or as the plan says.
       donate: whether the old state's buffers are reused.
       plan: a plan to use as it is.
     """
@@ -43,6 +44,7 @@ class Options:
     mesh: tuple[tuple[int, int], ...] | None = None
     schedule: str | None = None
     per_microbatch: bool = False
+    crossing_dtype: str | None = None
     donate: bool = False
     plan: Plan | None = None
 
@@ -88,6 +90,8 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
             f"the plan is for a batch of {plan.batch_size}, this call has {batch_size_of(graph)}; "
             "plan again for it, or pass batches of the plan's size"
         )
+    if options.crossing_dtype is not None:
+        plan = dataclasses.replace(plan, crossing_dtype=options.crossing_dtype)
     return lower(bundle.replace(plan=plan), donate=options.donate)
 
 

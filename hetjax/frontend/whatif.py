@@ -199,7 +199,7 @@ def delta_of(before: Costing, after: Costing) -> Delta:
         raise PlanError("a plan is missing")
     decisions = [
         Row(name, str(getattr(old, name)), str(getattr(new, name)))
-        for name in ("num_microbatches", "schedule", "batch_size", "warmups")
+        for name in ("num_microbatches", "schedule", "batch_size", "warmups", "crossing_dtype")
         if getattr(old, name) != getattr(new, name)
     ]
     if old.num_stages != new.num_stages:
