@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick nightly lint docs docs-check bench build clean
+.PHONY: help demo test quick nightly notebooks lint docs docs-check bench build clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,13 +37,16 @@ demo: $(VENV)/installed ## Train a small GPT across two unlike sites and prove i
 	$(BIN)/hetjax demo $(DEMO_ARGS)
 
 test: lint ## Lint, type-check, then the whole test suite
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not nightly' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not nightly and not notebooks' $(PYTEST_ARGS)
 
 quick: $(VENV)/installed-dev ## The tests that take seconds
 	$(BIN)/python -m pytest -m quick $(PYTEST_ARGS)
 
 nightly: $(VENV)/installed-dev ## The longer searches, left out of `make test`
 	$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+
+notebooks: $(VENV)/installed-dev ## Run every notebook of examples/notebooks from top to bottom
+	$(BIN)/python -m pytest -m notebooks tests/notebook $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev ## ruff and pyright
 	$(BIN)/ruff check $(CODE)

@@ -13,6 +13,7 @@
 # and two of which we kill with SIGKILL, as a power cut would. Then we restore.
 
 # %%
+import atexit
 import json
 import os
 import signal
@@ -44,6 +45,17 @@ agents = []
 for i in range(6):
     options = ["--socket", f"{folder}/s{i}", "--memory", "8MiB", "--scrub-interval", "0", "--json"]
     agents.append(subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, start_new_session=True))
+
+
+def stop():
+    """Ends the agents that still run, also when the notebook is closed half-way."""
+    for agent in agents:
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGTERM)
+            agent.wait()
+
+
+atexit.register(stop)
 addresses = [json.loads(agent.stdout.readline())["address"] for agent in agents]
 print(f"{len(addresses)} agents answer")
 
@@ -53,7 +65,9 @@ print(f"{len(addresses)} agents answer")
 # Orbax's own calls; only the registry of handlers is ECCheck's.
 
 # %%
-config = hetjax.eccheck.Config(agents=tuple(addresses), socket=f"{folder}/s0", job="notebook", k=4, m=2)
+config = hetjax.eccheck.Config(
+    agents=tuple(addresses), socket=f"{folder}/s0", job="notebook", token=os.environ["HETJAX_JOB_TOKEN"], k=4, m=2
+)
 rng = np.random.default_rng(0)
 state = {"params": rng.normal(size=(512, 1024)).astype("float32"), "moments": rng.normal(size=(512, 1024)).astype("float32")}
 nbytes = sum(x.nbytes for x in state.values())
@@ -92,12 +106,6 @@ restored_s = time.perf_counter() - start
 same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored)))
 assert same
 print(f"restored in {restored_s:.2f} s, every bit the same")
-
-# %%
-for agent in agents:
-    if agent.poll() is None:
-        os.killpg(agent.pid, signal.SIGTERM)
-        agent.wait()
 
 # %% [markdown]
 # ## What the safety costs

@@ -42,6 +42,7 @@ def run(path):
     return notebook
 
 
+@pytest.mark.notebooks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs_and_ends_in_a_picture(path, tmp_path):
