@@ -195,7 +195,7 @@ return out; })()"""
 VISIBLE = """(() => { const out = {};
 for (const e of document.querySelectorAll('[data-picture]')) {
   const box = e.getBoundingClientRect();
-  const shapes = [...e.querySelectorAll('rect,path,circle,label')].filter(
+  const shapes = [...e.querySelectorAll('rect,path,circle,label,summary')].filter(
       x => { const b = x.getBoundingClientRect(); return b.width > 0 || b.height > 0; }).length;
   (out[e.dataset.picture] ??= []).push([box.width, box.height, shapes]);
 } return out; })()"""

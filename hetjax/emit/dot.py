@@ -10,7 +10,8 @@ from hetjax.ir.errors import LoweringError
 from hetjax.ir.graph import Graph, definitions
 from hetjax.ir.program import Program, Reshard
 from hetjax.ir.program_rules import given_form
-from hetjax.render.units import human_bytes
+from hetjax.passes.search.result import SearchTree
+from hetjax.render.units import human_bytes, human_seconds
 
 _FILL = {
     "prologue": "#e0e0e0",
@@ -115,3 +116,28 @@ def _passed(program: Program) -> dict[tuple[str, str, bool], int]:
                 table = program.avals if port.form == "step" else program.micro_avals
                 out[maker.name, reader.name, between] += table[port.ref].nbytes
     return dict(out)
+
+
+def search_dot(tree: SearchTree, most: int = 120) -> str:
+    """Returns a search's most visited decisions as a Graphviz digraph; the way to the best plan is bold.
+
+    Args:
+      tree: of the search.
+      most: nodes.
+    """
+    kept = range(min(most, len(tree)))
+    best = min((n.best for n in tree if n.best is not None), default=None)
+    lines = ["digraph search {", '  node [shape=box, style=filled, fillcolor="#ffffff", fontname="sans-serif"];']
+    for i in kept:
+        n = tree[i]
+        said = [n.label, f"{n.visits} visits, prior {n.prior:.3f}"]
+        if n.best is not None:
+            value = "" if n.value is None else f", value {n.value:.3f}"
+            said.append(f"best {human_seconds(n.best) if tree.unit == 's' else f'{n.best:.6g}'}{value}")
+        if n.pruned:
+            said.append(n.pruned)
+        bold = ", penwidth=2.5" if n.best is not None and n.best == best else ""
+        grey = ', fillcolor="#e0e0e0"' if n.pruned else ""
+        lines.append(f"  n{i} [label={json.dumps(chr(10).join(said), ensure_ascii=False)}{grey}{bold}];")
+    lines += [f"  n{tree[i].parent} -> n{i};" for i in kept if tree[i].parent >= 0]
+    return "\n".join([*lines, "}"]) + "\n"

@@ -10,7 +10,9 @@ from hetjax.notebook.views import (
     gantt,
     memory,
     roofline,
+    save_dot,
     save_trace,
+    search,
     sharding,
     shardings,
     stages,
@@ -18,6 +20,6 @@ from hetjax.notebook.views import (
 )
 
 __all__ = [
-    "cluster_map", "compare", "gantt", "memory", "roofline", "save_trace", "sharding", "shardings", "stages",
-    "stepper",
+    "cluster_map", "compare", "gantt", "memory", "roofline", "save_dot", "save_trace", "search", "sharding",
+    "shardings", "stages", "stepper",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from hetjax.ir.program import Fragment, Program, StageMesh
 from hetjax.notebook import views
 from hetjax.notebook.subject import Subject, subject_of
 from hetjax.passes.cost.estimate import ProgramEstimate
+from hetjax.passes.search.result import SearchResult, SearchTree
 from hetjax.passes.simulator import Timeline
 from hetjax.render.cluster_map import cluster_picture
 from hetjax.render.delta_view import delta_picture
@@ -26,6 +27,7 @@ from hetjax.render.graph_view import fragment_picture, graph_picture, mesh_pictu
 from hetjax.render.line_charts import bars_picture
 from hetjax.render.markup import fold, join, table, tag
 from hetjax.render.picture import Picture, stack
+from hetjax.render.search_view import search_picture, tree_picture
 from hetjax.render.sharding_view import spec_words
 from hetjax.render.units import human_bytes, human_seconds, plural
 
@@ -246,5 +248,5 @@ _DRAW: dict[type, Callable[[Any], Picture]] = {
     Graph: graph_picture, Program: program_picture, StageMesh: mesh_picture, Fragment: fragment_picture,
     Plan: _plan, StagePlan: _stage, Cluster: cluster_picture, Bundle: _bundle, Timeline: views.gantt,
     ProgramEstimate: _estimate, Rehearsal: _rehearsal, ParallelFunction: _function, Delta: _delta,
-    CheckReport: _check,
+    CheckReport: _check, SearchResult: search_picture, SearchTree: tree_picture,
 }  # fmt: skip

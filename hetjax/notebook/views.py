@@ -18,6 +18,7 @@ from hetjax.ir.plan import Plan
 from hetjax.notebook.subject import Subject, subject_of
 from hetjax.passes.cost.program_price import fragment_work
 from hetjax.passes.cost.work import computed_dtype
+from hetjax.passes.search.result import SearchResult, SearchTree
 from hetjax.passes.simulator import Timeline
 from hetjax.render.cluster_map import cluster_picture
 from hetjax.render.delta_view import delta_picture
@@ -28,6 +29,7 @@ from hetjax.render.memory_chart import memory_picture
 from hetjax.render.picture import Picture
 from hetjax.render.roofline_chart import Point, Roof, roofline_picture
 from hetjax.render.scatter_chart import scatter_picture
+from hetjax.render.search_view import search_picture, tree_picture
 from hetjax.render.sharding_view import Arrow, Placed, sharding_picture, shardings_table
 from hetjax.render.units import human_bytes, human_count, human_seconds
 
@@ -281,6 +283,19 @@ def delta(plan: Plan) -> Picture:
     if d is None:
         raise PlanError(f"plan {plan.name!r} was not made of another by with_")
     return delta_picture(d.name, d.decisions, d.costs, d.over)
+
+
+def search(found: SearchResult | SearchTree) -> Picture:
+    """Returns what a search found, how it came there, and its tree to open: visits, value, prior, cost, why pruned."""
+    return search_picture(found) if isinstance(found, SearchResult) else tree_picture(found)
+
+
+def save_dot(found: SearchResult | SearchTree, path: str | Path) -> None:
+    """Writes the most visited part of a search's tree for Graphviz."""
+    from hetjax.emit.dot import search_dot
+
+    tree = found.tree if isinstance(found, SearchResult) else found
+    Path(path).write_text(search_dot(tree), encoding="utf-8")
 
 
 def save_trace(value: Any, path: str | Path) -> None:

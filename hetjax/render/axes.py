@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from hetjax.render.markup import Markup, at, tag
+from hetjax.render.units import human_bytes, human_seconds
 
 LEFT, RIGHT, TOP, BOTTOM = 78, 16, 46, 40
 
@@ -51,14 +52,14 @@ class Axes:
         parts = [
             tag("path", d=f"M{LEFT} {TOP}V{at(bottom)}H{at(self.width - RIGHT)}", class_="axis")
         ]
-        for v in self._ticks(self.x):
+        for v in self._ticks(self.x, x_words):
             x = self.px(v)
             anchor = "e" if x > self.width - RIGHT - 30 else "m"
             parts += [
                 tag("path", d=f"M{at(x)} {TOP}V{at(bottom)}", class_="grid"),
                 tag("text", x_words(v), x=at(x), y=at(bottom + 14), class_=anchor),
             ]
-        for v in self._ticks(self.y):
+        for v in self._ticks(self.y, y_words):
             y = self.py(v)
             parts += [
                 tag("path", d=f"M{LEFT} {at(y)}H{at(self.width - RIGHT)}", class_="grid"),
@@ -78,14 +79,32 @@ class Axes:
             parts.append(tag("text", y_name, x="8", y=at(TOP - 8), class_="faint"))
         return tag("g", *parts)
 
-    def _ticks(self, ends: tuple[float, float]) -> list[float]:
+    def _ticks(self, ends: tuple[float, float], words: Callable[[float], str]) -> list[float]:
         a, b = ends
         if self.log:
             low, high = math.floor(math.log10(a)), math.ceil(math.log10(b))
             step = max(1, math.ceil((high - low) / 5))
             powers = [10.0**k for k in range(low, high + 1, step)]
             return [v for v in powers if a * 0.999 <= v <= b * 1.001]
-        return [a + (b - a) * k / 4 for k in range(5)]
+        return round_ticks(a, b, words, 5)
+
+
+def round_ticks(
+    low: float, high: float, words: Callable[[float], str], most: int
+) -> list[float]:
+    """Returns round numbers from `low` to `high`, about `most` of them, round in the units that `words` writes."""
+    if not high > low:
+        return [low]
+    span, unit = high - low, 1.0
+    if words is human_bytes:
+        unit = 1024.0 ** max(0, math.floor(math.log(max(high, 1.0), 1024)))
+    elif words is human_seconds and high >= 600:
+        unit = 60.0 if high < 7200 else 3600.0
+    power = 10.0 ** math.floor(math.log10(span / unit / most))
+    # Half as many again are better than half as many.
+    step = next(s * power for s in (1, 2, 5, 10) if s * power * most * 1.5 >= span / unit) * unit
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [k * step for k in range(first, last + 1)]
 
 
 MARKS = ("o", "s", "d", "t")

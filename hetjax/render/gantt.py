@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from xml.etree import ElementTree
 
 from hetjax.passes.simulator import Span, Timeline
+from hetjax.render.axes import round_ticks
 from hetjax.render.markup import Markup, at, tag
 from hetjax.render.picture import Picture, svg
 from hetjax.render.style import KINDS, fill_of, hatches, prefix_of
@@ -269,11 +270,10 @@ class _Chart:
 
     def _axis(self, y: float) -> Markup:
         parts = []
-        for k in range(9):
-            t = self.total * k / 8
+        for t in round_ticks(0.0, self.total, self.said, 8):
             x = self._x(t)
             parts.append(tag("path", d=f"M{at(x)} 24V{at(y)}", class_="grid"))
-            anchor = "m" if k < 8 else "e"
+            anchor = "e" if x > self.width - 34 else "m"
             parts.append(tag("text", self.said(t), x=at(x), y=at(y + 14), class_=anchor))
         return tag("g", *parts)
 

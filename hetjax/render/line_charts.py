@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from hetjax.render.axes import Axes, names_of, plain
 from hetjax.render.markup import at, tag
 from hetjax.render.picture import Picture, svg
-from hetjax.render.style import fill_of, hatches, prefix_of
+from hetjax.render.style import LINES, fill_of, hatches, prefix_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def line_picture(
         for i, (x, y) in enumerate(s.points):
             px, py = at(axes.px(x)), at(axes.py(y))
             d.append(f"M{px} {py}" if not i else f"H{px}V{py}" if steps else f"L{px} {py}")
-        style = ("line", "line2", "line3")[k % 3]
+        style = LINES[k % len(LINES)]
         data = " ".join(f"{x!r},{y!r}" for x, y in s.points)
         parts.append(
             tag(
@@ -135,12 +135,15 @@ def bars_picture(
                 data_value=float(value),
             )
         )
+        said = f"{name} {words(value)}"
+        right = x + 4 + 6.2 * len(said) < 756
         parts.append(
             tag(
                 "text",
-                f"{name} {words(value)}",
-                x=at(min(x + 4, 752 - 6.2 * len(f"{name} {words(value)}"))),
+                said,
+                x=at(x + 4 if right else x - 4),
                 y=at(36 + 14 * k),
+                class_=None if right else "e",
             )
         )
     body = svg(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hetjax.render.axes import MARKS, Axes, mark, names_of, plain
 from hetjax.render.markup import at, tag
 from hetjax.render.picture import Picture, svg
+from hetjax.render.style import LINES
 from hetjax.render.units import human_rate, human_seconds
 
 
@@ -79,7 +80,7 @@ def roofline_picture(
                 "path",
                 tag("title", words),
                 d=d,
-                class_=("line", "line2", "line3")[k % 3],
+                class_=LINES[k % len(LINES)],
                 data_roof=r.name,
             )
         )

@@ -41,17 +41,25 @@ background:rgba(128,128,128,.1);padding:.4em}.hj .faint{opacity:.7}.hj svg{max-w
 border-left:3px solid rgba(128,128,128,.3)}.hj-step>div{display:none;grid-column:2;grid-row:1/-1;min-width:0}
 .hj-step>div>pre{max-height:44em;overflow:auto}
 .hj-step>input:checked+label{border-left-color:#4a90d9;font-weight:600;background:rgba(128,128,128,.14)}
+.hj-tree{max-width:76em}.hj-node{display:grid;grid-template-columns:repeat(5,5.4em);float:right;text-align:right;
+font-variant-numeric:tabular-nums;font-size:12px}.hj-tree summary,.hj-leaf{border-bottom:1px solid rgba(128,128,128,.2)}
+.hj-tree .hj-leaf{margin-left:1.3em}.hj-leaf:after,.hj-tree summary:after{content:"";display:block;clear:both}
 .hj-step>input:focus-visible+label{outline:2px solid #4a90d9}.hj-step>input:checked+label+div{display:block}
 """
+# The classes of lines in one picture, in order; each has dashes of its own beside its colour.
+LINES = ("line", "line2", "line3", "line4", "line5", "line6")
 SVG_STYLE = """
 svg.hj-svg{font:11px system-ui,sans-serif}.hj-svg text{fill:currentColor}.hj-svg .h{font-size:13px;font-weight:600}
 .hj-svg .faint{opacity:.7}.hj-svg .axis{stroke:#888;stroke-width:.6;fill:none}.hj-svg .grid{stroke:#888;
 stroke-opacity:.3;stroke-width:.6}.hj-svg .box{fill:#888;fill-opacity:.08;stroke:#888;stroke-width:.8}
-.hj-svg .hatch{stroke:currentColor;stroke-opacity:.4;fill:none}.hj-svg .task{stroke:#888;stroke-width:.5}
+.hj-svg .hatch{stroke:currentColor;stroke-opacity:.3;fill:none}.hj-svg .task{stroke:#888;stroke-width:.5}
 .hj-svg .modelled{stroke:currentColor;stroke-width:.9;stroke-dasharray:3 2}.hj-svg .m{text-anchor:middle}
 .hj-svg .e{text-anchor:end}.hj-svg .line{fill:none;stroke:#4a90d9;stroke-width:1.6}
 .hj-svg .line2{fill:none;stroke:#d4674a;stroke-width:1.6;stroke-dasharray:6 3}
 .hj-svg .line3{fill:none;stroke:#4fa35f;stroke-width:1.6;stroke-dasharray:2 3}
+.hj-svg .line4{fill:none;stroke:#a56cc1;stroke-width:1.6;stroke-dasharray:10 3 2 3}
+.hj-svg .line5{fill:none;stroke:#b8860b;stroke-width:2.2;stroke-dasharray:1 4}
+.hj-svg .line6{fill:none;stroke:#27a5a0;stroke-width:1.6;stroke-dasharray:14 4}
 .hj-svg .over{fill:none;stroke:#d4674a;stroke-width:1.2;stroke-dasharray:7 4}.hj-svg a,.hj-svg .dot{cursor:default}
 """
 # Only where there is no page around the picture.

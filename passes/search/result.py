@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hetjax.ir.display import Shown
 from hetjax.ir.errors import HetjaxError, PlanError
 from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective, Stopped
 from hetjax.passes.search.judge import INF, Judge, Report
 from hetjax.passes.search.refine import Refiner
 from hetjax.passes.search.space import Outline, Problem, problems_of
+from hetjax.passes.search.tree import SETTLED as SETTLED
 from hetjax.passes.search.tree import Node, TreeSearch
 from hetjax.passes.search.view import View
 
@@ -24,10 +26,12 @@ class TreeNode:
     """A node of the search tree, as it was at the end.
 
     Attributes:
-      parent: position in `SearchResult.tree`, -1 for the root.
+      parent: position in `SearchTree.nodes`, -1 for the root.
       label: the decision that leads to it.
       prior: what the principles gave it.
       visits: how often the search passed it.
+      value: mean of the rewards below it, from 0 to 1 (a reward is the best value known when it was found over
+        the one found); None where it was never passed.
       best: the best value below it; None where no plan was judged.
       bound: no plan below has a smaller value; None where it was never asked.
       pruned: why nothing more is looked for below, or "".
@@ -37,13 +41,52 @@ class TreeNode:
     label: str
     prior: float
     visits: int
+    value: float | None
     best: float | None
     bound: float | None
     pruned: str
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchResult:
+class SearchTree(Shown):
+    """What a search looked at.
+
+    Attributes:
+      nodes: the most visited ones, parents first.
+      unit: of values: "s", or "" for the price of a step.
+    """
+
+    nodes: tuple[TreeNode, ...]
+    unit: str = "s"
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[TreeNode]:
+        return iter(self.nodes)
+
+    def __getitem__(self, i: int) -> TreeNode:
+        return self.nodes[i]
+
+    def children(self) -> list[list[int]]:
+        """Returns, per node, the positions of those below it."""
+        out: list[list[int]] = [[] for _ in self.nodes]
+        for i, n in enumerate(self.nodes):
+            if n.parent >= 0:
+                out[n.parent].append(i)
+        return out
+
+    def line(self, i: int) -> tuple[str, ...]:
+        """Returns the decisions that lead to a node, the first of them first."""
+        out: list[str] = []
+        while self.nodes[i].parent >= 0:
+            out.append(self.nodes[i].label)
+            i = self.nodes[i].parent
+        return tuple(reversed(out))
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult(Shown):
     """What a search found.
 
     Attributes:
@@ -56,8 +99,9 @@ class SearchResult:
       seed: of the search.
       search_s: how long it took.
       improvements: every best plan when it was found.
-      tree: the most visited nodes, parents first.
+      tree: what was looked at.
       unused: (devices, kind, site, why they are left out).
+      stages: of the best plan as plain data, see `describe`.
     """
 
     outline: Outline
@@ -70,8 +114,9 @@ class SearchResult:
     seed: int
     search_s: float
     improvements: tuple[Improvement, ...]
-    tree: tuple[TreeNode, ...]
+    tree: SearchTree
     unused: tuple[tuple[int, str, str, str], ...]
+    stages: tuple[dict[str, Any], ...] = ()
 
     @property
     def gap(self) -> float:
@@ -129,7 +174,9 @@ def search(
     value = evaluator.best
     return SearchResult(
         outline, report, value, value if proved else min(lower_bound, value), proved, evaluator.evaluations,
-        evaluator.simulations, seed, search_s, tuple(evaluator.improvements), _records(tree), _unused(view, outline),
+        evaluator.simulations, seed, search_s, tuple(evaluator.improvements),
+        SearchTree(_records(tree), "s" if evaluator.objective.name == "time" else ""), _unused(view, outline),
+        tuple(describe(judge.problem, outline)),
     )  # fmt: skip
 
 
@@ -142,10 +189,11 @@ def _records(tree: TreeSearch) -> tuple[TreeNode, ...]:
         parent, label, prior, node, why = waiting.pop(at)
         here = len(out)
         if node is None:
-            out.append(TreeNode(parent, label, prior, 0, None, None, why))
+            out.append(TreeNode(parent, label, prior, 0, None, None, None, why))
             continue
         best = node.best if node.best < INF else None
-        out.append(TreeNode(parent, label, prior, node.visits, best, node.bound, why or node.why))
+        value = node.total / node.visits if node.visits else None
+        out.append(TreeNode(parent, label, prior, node.visits, value, best, node.bound, why or node.why))
         children = node.children or []
         # Of those never visited the likeliest ten are enough to see what was passed over.
         fresh = [c for c in children if c.node is None][:10]

@@ -29,6 +29,8 @@ from hetjax.passes.search.refine import Refiner
 from hetjax.passes.search.space import Group, Micro, Problem
 from hetjax.passes.search.view import View
 
+# Why a node is closed that neither the bound nor a principle closed.
+SETTLED = "all below is settled"
 _EXPLORATION = 1.0
 # Of n visits, so many children are in play: _WIDEN * n ** _WIDEN_POWER, and one more.
 _WIDEN, _WIDEN_POWER = 1.5, 0.6
@@ -169,7 +171,7 @@ class TreeSearch:
             node.why = f"bounds: no plan below takes less than {node.bound:.6g}"
         elif node.children is not None and not node.more and not self._in_play(node, 1):
             node.closed = True
-            node.why = node.why or "all below is settled"
+            node.why = node.why or SETTLED
 
     def _expand(self, node: Node, mixed: bool = False) -> None:
         decisions = self._mixed(node.state) if mixed else self._decisions(node.state)

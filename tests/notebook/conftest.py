@@ -53,3 +53,13 @@ def dump(tmp_path_factory, small_step):
         patch.setenv("HETJAX_DUMP", str(folder))
         hetjax.rehearse(step, str(CLUSTER), state, batch, options=OPTIONS)
     return folder
+
+
+@pytest.fixture(scope="session")
+def found():
+    """Returns a search that ended unproved, with more nodes than a picture shows, closed ones among them."""
+    from hetjax.passes.search.own_judge import OwnJudge
+    from hetjax.passes.search.result import search
+    from hetjax.passes.search.samples import random_problem
+
+    return search(OwnJudge(random_problem(3)), max_evaluations=300)

@@ -33,7 +33,7 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(rehearsal, ran, dump) -> dict[str, Picture]:
+def pictures(rehearsal, ran, dump, found) -> dict[str, Picture]:
     costs = PipelineCosts(
         (1, 1, 0.5), (2, 2, 1), 6, (0.5, 2), (0.1, 0.3), sync_s=(1, 1, 1), update_s=(1, 1, 1)
     )
@@ -62,6 +62,7 @@ def pictures(rehearsal, ran, dump) -> dict[str, Picture]:
         "roofline": notebook.roofline(rehearsal),
         "compare": notebook.compare(triples),
         "stepper": notebook.stepper(dump),
+        "search": notebook.search(found),
         "lines": line_picture([Series("lamb", [(0, 3.0), (50, 1.0)]), Series("slamb", [(0, 3.0), (50, 1.1)])], "loss", "step", "loss"),
         "bars": bars_picture([("a", 1.0), ("b", 0.2)], "seconds", human_seconds, lines=[("bound", 0.9)]),
     }  # fmt: skip
@@ -78,7 +79,7 @@ def large_cluster() -> hetjax.Cluster:
 NAMES = (
     "graph", "program", "mesh", "bundle", "plan", "changed_plan", "rehearsal", "function", "gantt", "gantt_zero_bubble",
     "gantt_long", "memory", "cluster", "large_cluster", "sharding", "sharding_parameter", "shardings", "roofline",
-    "compare", "stepper", "lines", "bars",
+    "compare", "stepper", "search", "lines", "bars",
 )  # fmt: skip
 
 
@@ -133,6 +134,15 @@ def test_the_stepper_opens_a_pass_without_script(pictures, browser, tmp_path):
     seen = browser.open(path, [shown, choose, shown])
     assert len(seen.answers[0]) == 1 and seen.answers[2] == ["insert-reshards"]
     assert seen.errors == []
+
+
+def test_the_search_tree_opens_without_script(pictures, browser, tmp_path):
+    path = tmp_path / "search.html"
+    pictures["search"].save(path)
+    seen = "[...document.querySelectorAll('[data-node]')].filter(e => e.checkVisibility()).length"
+    choose = "document.querySelector('.hj-tree details:not([open])>summary').click()"
+    before, _, after = browser.open(path, [seen, choose, seen]).answers
+    assert 0 < before < after
 
 
 def test_two_pictures_on_one_page_keep_their_hatches(pictures, browser, tmp_path):
