@@ -83,6 +83,16 @@ with open_manager() as manager:
     manager.save(7, args=ocp.args.StandardSave(state))
     manager.wait_until_finished()
 saved_s = time.perf_counter() - start
+
+
+def held():
+    """Returns the bytes of checkpoints that each agent holds now, as `hetjax ckpt status` tells them; 0 for no answer."""
+    status = [sys.executable, "-m", "hetjax", "ckpt", "status", "--json", "--job", "notebook", "--agents", ",".join(addresses)]
+    told = json.loads(subprocess.run(status, stdout=subprocess.PIPE, text=True).stdout)["agents"]
+    return [float(a["capacity_bytes"] - a["free_bytes"]) if "error" not in a else 0.0 for a in told]
+
+
+held_before = held()
 print(f"{human_bytes(nbytes)} saved in {saved_s:.2f} s; the step's directory holds a manifest and no arrays")
 
 # %% [markdown]
@@ -113,5 +123,22 @@ print(f"restored in {restored_s:.2f} s, every bit the same")
 # Memory for 4 + 2 beside a second copy, which survives any one loss, and a third, which survives any two as the code does.
 
 # %%
-memory = [("the state", float(nbytes)), ("4 + 2, any two losses", nbytes * 6 / 4), ("two copies, any one loss", 2.0 * nbytes), ("three copies, any two losses", 3.0 * nbytes)]
+memory = [
+    ("the state", float(nbytes)), ("4 + 2, any two losses", nbytes * 6 / 4),
+    ("two copies, any one loss", 2.0 * nbytes), ("three copies, any two losses", 3.0 * nbytes),
+]  # fmt: skip
 bars_picture(memory, "memory of all hosts together", human_bytes)
+
+# %% [markdown]
+# ## The answer
+#
+# Still there: every agent held a quarter of the state, data or parity, and any four of them make the whole.
+
+# %%
+held_after = held()
+assert sum(held_after) >= nbytes and held_after.count(0.0) == 2
+bars = [
+    (f"agent {i}" if after else f"agent {i}, killed with {human_bytes(before)}", after)
+    for i, (before, after) in enumerate(zip(held_before, held_after))
+]
+bars_picture(bars, "what is left of the checkpoint", human_bytes, lines=[("a quarter of the state:", nbytes / 4)])
