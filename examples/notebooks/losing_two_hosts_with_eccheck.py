@@ -141,4 +141,4 @@ bars = [
     (f"agent {i}" if after else f"agent {i}, killed with {human_bytes(before)}", after)
     for i, (before, after) in enumerate(zip(held_before, held_after))
 ]
-bars_picture(bars, "what is left of the checkpoint", human_bytes, lines=[("a quarter of the state:", nbytes / 4)])
+bars_picture(bars, "what is left of the checkpoint", human_bytes, lines=[("a quarter of the state", nbytes / 4)])
