@@ -52,14 +52,14 @@ class Axes:
         parts = [
             tag("path", d=f"M{LEFT} {TOP}V{at(bottom)}H{at(self.width - RIGHT)}", class_="axis")
         ]
-        for v in self._ticks(self.x, x_words):
+        for v in self._ticks(self.x, x_words, (self.width - LEFT - RIGHT) / 110):
             x = self.px(v)
             anchor = "e" if x > self.width - RIGHT - 30 else "m"
             parts += [
                 tag("path", d=f"M{at(x)} {TOP}V{at(bottom)}", class_="grid"),
                 tag("text", x_words(v), x=at(x), y=at(bottom + 14), class_=anchor),
             ]
-        for v in self._ticks(self.y, y_words):
+        for v in self._ticks(self.y, y_words, (self.height - TOP - BOTTOM) / 45):
             y = self.py(v)
             parts += [
                 tag("path", d=f"M{LEFT} {at(y)}H{at(self.width - RIGHT)}", class_="grid"),
@@ -79,18 +79,20 @@ class Axes:
             parts.append(tag("text", y_name, x="8", y=at(TOP - 8), class_="faint"))
         return tag("g", *parts)
 
-    def _ticks(self, ends: tuple[float, float], words: Callable[[float], str]) -> list[float]:
+    def _ticks(
+        self, ends: tuple[float, float], words: Callable[[float], str], most: float
+    ) -> list[float]:
         a, b = ends
         if self.log:
             low, high = math.floor(math.log10(a)), math.ceil(math.log10(b))
             step = max(1, math.ceil((high - low) / 5))
             powers = [10.0**k for k in range(low, high + 1, step)]
             return [v for v in powers if a * 0.999 <= v <= b * 1.001]
-        return round_ticks(a, b, words, 5)
+        return round_ticks(a, b, words, most)
 
 
 def round_ticks(
-    low: float, high: float, words: Callable[[float], str], most: int
+    low: float, high: float, words: Callable[[float], str], most: float
 ) -> list[float]:
     """Returns round numbers from `low` to `high`, about `most` of them, round in the units that `words` writes."""
     if not high > low:

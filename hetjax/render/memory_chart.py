@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from hetjax.render.axes import LEFT, RIGHT, TOP, Axes
@@ -34,10 +35,15 @@ def memory_picture(
         axes = Axes((0, end_s or 1.0), (0, top), 860, high + TOP)
         points = [(t, b) for t, b in steps] or [(0.0, static)]
         path = [f"M{at(axes.px(0))} {at(axes.py(points[0][1]))}"]
-        for t, b in points[1:]:
-            path.append(f"H{at(axes.px(t))}V{at(axes.py(b))}")
+        before = points[0][1]
+        for t, group in itertools.groupby(points[1:], key=lambda p: p[0]):
+            held = [b for _, b in group]
+            # What is given back and taken in one moment is no dip; what is taken and given back is a peak.
+            steps_at = [max(held), held[-1]] if max(held) > max(before, held[-1]) else [held[-1]]
+            path.append(f"H{at(axes.px(t))}" + "".join(f"V{at(axes.py(b))}" for b in steps_at))
+            before = held[-1]
         path.append(f"H{at(axes.px(end_s))}")
-        floor = f"V{at(axes.py(0))}H{at(axes.px(0))}z"
+        floor = f"V{at(axes.py(static))}H{at(axes.px(0))}z"
         base = f"M{at(axes.px(0))} {at(axes.py(static))}H{at(axes.px(end_s))}V{at(axes.py(0))}H{at(axes.px(0))}z"
         words = f"{name}: peak {human_bytes(peak)} of {human_bytes(capacity)} ({peak / capacity:.1%}), always there {human_bytes(static)}"
         lines.append("  " + words)
