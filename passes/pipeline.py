@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from hetjax.ir.bundle import Bundle
 from hetjax.passes.manager import run_pipeline
 
@@ -18,13 +20,21 @@ def analyse(bundle: Bundle) -> Bundle:
     return run_pipeline(bundle, ",".join(ANALYSIS))
 
 
-def lower(bundle: Bundle, *, donate: bool = False) -> Bundle:
+def lower(bundle: Bundle, *, donate: bool = False, profiles: str = "") -> Bundle:
     """Returns the bundle with a complete program; it needs a graph, a microbatching and a plan.
 
     Args:
       bundle: analysed and planned.
       donate: whether old state buffers may be reused.
+      profiles: the profile store to price by; "" prices by data sheets.
     """
-    names = [name for name in LOWERING if name != "plan-stages"]
-    text = ",".join(f"{n}{{state}}" if n == "plan-donation" and donate else n for n in names)
-    return run_pipeline(bundle, text)
+    return run_pipeline(bundle, lowering(donate=donate, profiles=profiles))
+
+
+def lowering(*, donate: bool = False, profiles: str = "") -> str:
+    """Returns the pipeline of `lower`."""
+    options = {"plan-donation": "{state}"} if donate else {}
+    if profiles:
+        by = f"{{profiles={json.dumps(profiles)}}}"
+        options |= {"price-stages": by, "price-step": by}
+    return ",".join(n + options.get(n, "") for n in LOWERING if n != "plan-stages")

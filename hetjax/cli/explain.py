@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hetjax.explaining.stages import StageFacts
     from hetjax.explaining.values import ValueFacts
     from hetjax.ir.bundle import Bundle
+    from hetjax.passes.cost.estimate import ProgramEstimate
 
 MOST_ROWS = 20
 MOST_HOLDERS = 10
@@ -43,6 +44,11 @@ MOST_HOLDERS = 10
     help='Data and model axis of each stage: "2,1", or "2,1;3,2" per stage.',
 )
 @click.option("--schedule", help="The schedule's name.")
+@click.option(
+    "--profiles",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Price by this profile store of hetjax calibrate.",
+)
 @click.option("--reshards", is_flag=True, help="List what moves, largest first.")
 @click.option(
     "--fail-over",
@@ -58,6 +64,7 @@ def explain(
     what: str | None,
     cluster: str | None,
     plan_file: str | None,
+    profiles: str | None,
     reshards: bool,
     fail_over: str | None,
     memory: bool,
@@ -77,9 +84,13 @@ def explain(
     if sum(map(bool, (what, reshards, memory))) > 1:
         raise click.UsageError("give one of VALUE or STAGE, --reshards, --memory")
     try:
-        bundle = complete_bundle(program, cluster, plan_file, request)
+        bundle = complete_bundle(program, cluster, plan_file, request, profiles or "")
+        if profiles and bundle.program is None:
+            raise PlanError(
+                f"--profiles: {program} has no ops to price; give FILE.py:build --plan {program}"
+            )
         answer, text, code = _answer(
-            bundle, what, reshards, fail_over, memory, not no_price, everything
+            bundle, what, reshards, fail_over, memory, not no_price, everything, profiles or ""
         )
     except HetjaxError as error:
         if not as_json:
@@ -91,9 +102,17 @@ def explain(
 
 
 def complete_bundle(
-    program: str, cluster: str | None, plan_file: str | None, request: dict[str, Any]
+    program: str,
+    cluster: str | None,
+    plan_file: str | None,
+    request: dict[str, Any],
+    profiles: str = "",
 ) -> Bundle:
     """Returns PROGRAM with plan and program, as far as it can be had.
+
+    Args:
+      program, cluster, plan_file, request: from the command line.
+      profiles: the profile store that prices the plan; "" prices by data sheets.
 
     Raises:
       click.UsageError: options do not go with this PROGRAM.
@@ -114,6 +133,7 @@ def complete_bundle(
             mesh=parse_mesh(asked.get("mesh")),
             schedule=asked.get("schedule"),
             plan=Plan.load(plan_file) if plan_file else None,
+            profiles=profiles,
         )
         return build_bundle(trace_target(program), described, options)
     if asked or plan_file:
@@ -135,31 +155,41 @@ def _answer(
     memory: bool,
     price: bool,
     everything: bool,
+    profiles: str,
 ) -> tuple[dict[str, Any], str, int]:
     """Returns the answer as JSON holds it, as text, and the exit code."""
     if reshards:
         return _reshards(bundle, fail_over, everything)
     if memory:
         return _memory(bundle, everything)
-    stages = _stages(bundle)
+    estimate = _estimate(bundle, profiles)
+    stages = _stages(bundle, estimate)
     names = {s.name: s for s in stages}
     if what is None:
-        return _overview(bundle, stages)
+        return _overview(bundle, stages, estimate)
     if what in names or f"s{what}" in names:
-        return _stage(bundle, names.get(what) or names[f"s{what}"], everything)
+        return _stage(bundle, names.get(what) or names[f"s{what}"], everything, estimate)
     from hetjax.explaining.values import as_dict, explain_value
 
     facts = explain_value(bundle, what, price=price)
     return {"value": as_dict(facts)}, _value_text(facts, bundle), EXIT_GOOD
 
 
-def _stages(bundle: Bundle) -> list[StageFacts]:
+def _estimate(bundle: Bundle, profiles: str) -> ProgramEstimate | None:
+    """Returns what the program should take; None where there is no complete one."""
+    if bundle.program is None or bundle.cluster is None or bundle.graph is None:
+        return None
+    from hetjax.passes.cost.estimate import estimate_program
+    from hetjax.passes.cost.judge import Judge
+
+    return estimate_program(bundle, judge=Judge.at(profiles))
+
+
+def _stages(bundle: Bundle, estimate: ProgramEstimate | None) -> list[StageFacts]:
     from hetjax.explaining.stages import plan_stages, program_stages
 
-    if bundle.program is not None and bundle.cluster is not None and bundle.graph is not None:
-        from hetjax.passes.cost.estimate import estimate_program
-
-        return program_stages(bundle, estimate_program(bundle))
+    if estimate is not None:
+        return program_stages(bundle, estimate)
     if bundle.plan is None:
         raise PlanError(
             "there is no plan to explain; give a cluster with --cluster FILE, or run hetjax opt -p default"
@@ -167,7 +197,9 @@ def _stages(bundle: Bundle) -> list[StageFacts]:
     return plan_stages(bundle.plan)
 
 
-def _overview(bundle: Bundle, stages: list[StageFacts]) -> tuple[dict[str, Any], str, int]:
+def _overview(
+    bundle: Bundle, stages: list[StageFacts], e: ProgramEstimate | None
+) -> tuple[dict[str, Any], str, int]:
     from hetjax.explaining.stages import stage_table
 
     answer: dict[str, Any] = {"stages": [dataclasses.asdict(s) for s in stages]}
@@ -184,10 +216,7 @@ def _overview(bundle: Bundle, stages: list[StageFacts]) -> tuple[dict[str, Any],
             "schedule": p.schedule,
             "sources": dict(p.sources),
         }
-    if bundle.program is not None and bundle.cluster is not None and bundle.graph is not None:
-        from hetjax.passes.cost.estimate import estimate_program
-
-        e = estimate_program(bundle)
+    if e is not None:
         answer |= {
             "step_s": e.iteration_s,
             "lower_bound_s": e.lower_bound_s,
@@ -207,17 +236,17 @@ def _overview(bundle: Bundle, stages: list[StageFacts]) -> tuple[dict[str, Any],
     return answer, "\n".join(lines), EXIT_GOOD
 
 
-def _stage(bundle: Bundle, facts: StageFacts, everything: bool) -> tuple[dict[str, Any], str, int]:
+def _stage(
+    bundle: Bundle, facts: StageFacts, everything: bool, estimate: ProgramEstimate | None
+) -> tuple[dict[str, Any], str, int]:
     from hetjax.explaining.stages import outline, stage_table, table
 
     lines = [stage_table([facts]), "", f"modules: {outline(facts.modules, 12)}"]
     answer: dict[str, Any] = {"stage": dataclasses.asdict(facts)}
     program = bundle.program
-    if program is not None and bundle.graph is not None and bundle.cluster is not None:
-        from hetjax.passes.cost.estimate import estimate_program
-
+    if program is not None and bundle.graph is not None and estimate is not None:
         number = [m.name for m in program.meshes].index(facts.name)
-        prices = estimate_program(bundle).fragments
+        prices = estimate.fragments
         rows = [f for f in program.fragments if f.stage == number]
         answer["fragments"] = [
             {

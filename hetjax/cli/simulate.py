@@ -123,7 +123,8 @@ def _own(
     if is_traced(program):
         from hetjax.cli.explain import complete_bundle
 
-        bundle = complete_bundle(program, cluster_file, plan_file, request)
+        store = str(profiles or "")
+        bundle = complete_bundle(program, cluster_file, plan_file, request, store)
     else:
         asked = [f"--{k}" for k, v in {**request, "plan": plan_file}.items() if v is not None]
         if asked:
@@ -172,13 +173,9 @@ def _estimated(program: str, bundle: Bundle, plan: Plan, profiles: Path | None) 
     """Returns the answer for a complete bundle: every op priced, memory by liveness."""
     from hetjax.emit.chrome import chrome_trace
     from hetjax.passes.cost.estimate import estimate_program
+    from hetjax.passes.cost.judge import Judge
 
-    judge = None
-    if profiles is not None:
-        from hetjax.passes.cost.judge import Judge
-
-        judge = Judge.load(profiles)
-    found = estimate_program(bundle, judge=judge)
+    found = estimate_program(bundle, judge=Judge.at(str(profiles or "")))
     facts = {
         "ok": True, "plan": program, "format": "hetjax", "model": plan.name, "stages": plan.num_stages,
         "microbatches": plan.num_microbatches, "iteration_s": found.iteration_s,

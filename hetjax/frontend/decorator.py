@@ -28,6 +28,7 @@ from hetjax.ir.display import Shown
 from hetjax.ir.errors import ClusterError, LoweringError, PlanError
 from hetjax.ir.graph import Graph
 from hetjax.ir.plan import CROSSING_DTYPES, Plan
+from hetjax.passes.cost.store import store_digest
 from hetjax.passes.dumping import ENVIRONMENT as DUMPS_TO
 from hetjax.runtime.executable_store import open_store
 from hetjax.runtime.start_cache import read_start, start_file
@@ -47,6 +48,7 @@ def parallelize(
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
     per_microbatch: bool = False, crossing_dtype: str | None = None, rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
+    profiles: str | Path | None = None,
 ) -> Any: ...
 
 
@@ -57,6 +59,7 @@ def parallelize(
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
     per_microbatch: bool = False, crossing_dtype: str | None = None, rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
+    profiles: str | Path | None = None,
 ) -> Any:
     """Returns the train step, run across the devices of a cluster with the numbers of plain jax.jit.
 
@@ -86,9 +89,10 @@ def parallelize(
       like: another parallel function whose plan and placement of state this one follows; for
         evaluation, averages, norms, generation.
       progress: called with (fragment, done, total) as fragments are compiled.
+      profiles: a profile store of `hetjax calibrate` that prices the plan; None prices by data sheets.
 
     Raises:
-      PlanError: no plan fits; from the first call, not from here, for anything that needs the arguments.
+      PlanError: the profiles cannot be read, or no plan fits; from the first call, not from here, for anything that needs the arguments.
       ClusterError: the cluster's description is wrong, or it is not the devices at hand.
     """
     if fn is None:
@@ -96,7 +100,7 @@ def parallelize(
             parallelize, cluster=cluster, num_stages=num_stages, num_microbatches=num_microbatches,
             mesh=mesh, schedule=schedule, plan=plan, batch_argnums=batch_argnums, donate=donate,
             per_microbatch=per_microbatch, crossing_dtype=crossing_dtype, rehearse=rehearse, like=like,
-            progress=progress,
+            progress=progress, profiles=profiles,
         )
     if not callable(fn):
         raise PlanError(
@@ -107,12 +111,13 @@ def parallelize(
         raise PlanError(f"{fn._name()} is parallel already; parallelize the plain function, or its .plain")
     if isinstance(like, _Bound):
         like = like.func  # type: ignore[assignment]
-    _check_types(cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress)
+    _check_types(cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress, profiles)
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
         schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,
         crossing_dtype=crossing_dtype, donate=donate,
         plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
+        profiles=str(profiles or ""), profiles_digest=store_digest(profiles) if profiles else "",
     )
     if isinstance(batch_argnums, (int, str)):
         batch_argnums = (batch_argnums,)
@@ -121,7 +126,7 @@ def parallelize(
 
 def _check_types(
     cluster: Any, num_stages: Any, num_microbatches: Any, schedule: Any, crossing_dtype: Any, plan: Any,
-    rehearse: Any, like: Any, progress: Any,
+    rehearse: Any, like: Any, progress: Any, profiles: Any,
 ) -> None:
     """Refuses options of the wrong type, all at once and before anything runs.
 
@@ -141,6 +146,8 @@ def _check_types(
         wrong.append(f"crossing_dtype is {crossing_dtype!r}; it may be {', '.join(CROSSING_DTYPES)} or None")
     if plan is not None and not isinstance(plan, (Plan, str, Path)):
         wrong.append(f"plan is a {type(plan).__name__}; it must be a Plan or the name of a file that holds one")
+    if profiles is not None and not isinstance(profiles, (str, Path)):
+        wrong.append(f"profiles is a {type(profiles).__name__}; it must be the name of a file of hetjax calibrate")
     if rehearse not in (False, True, "timed"):
         wrong.append(f"rehearse is {rehearse!r}; it may be False, True or 'timed'")
     if like is not None and not isinstance(like, ParallelFunction):

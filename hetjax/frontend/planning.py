@@ -37,6 +37,8 @@ class Options:
       crossing_dtype: in which activations cross between stages; None as they are, or as the plan says.
       donate: whether the old state's buffers are reused.
       plan: a plan to use as it is.
+      profiles: the profile store that prices; "" prices by data sheets.
+      profiles_digest: of its content, so that a kept start rests on the same numbers.
     """
 
     num_stages: int | None = None
@@ -47,6 +49,8 @@ class Options:
     crossing_dtype: str | None = None
     donate: bool = False
     plan: Plan | None = None
+    profiles: str = ""
+    profiles_digest: str = ""
 
 
 def build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
@@ -92,7 +96,7 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
         )
     if options.crossing_dtype is not None:
         plan = dataclasses.replace(plan, crossing_dtype=options.crossing_dtype)
-    return lower(bundle.replace(plan=plan), donate=options.donate)
+    return lower(bundle.replace(plan=plan), donate=options.donate, profiles=options.profiles)
 
 
 def choose_microbatching(

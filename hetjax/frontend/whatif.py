@@ -18,8 +18,10 @@ from hetjax.ir.plan import Plan, StagePlan, verify_plan
 from hetjax.ir.plan_changes import changed_plan
 from hetjax.ir.suggest import nearest
 from hetjax.passes.cost.estimate import ProgramEstimate, estimate_program
+from hetjax.passes.cost.judge import Judge
 from hetjax.passes.follow_updates import follow_updates
 from hetjax.passes.pipeline import lower
+from hetjax.passes.price_plan import PRICED, STAGE_TIME
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Costing:
     @functools.cached_property
     def estimate(self) -> ProgramEstimate:
         """Returns what the plan's program should take on its cluster."""
-        return estimate_program(self.bundle)
+        return estimate_program(self.bundle, judge=Judge.at(self.options.profiles))
 
     @property
     def bound(self) -> Bundle:
@@ -120,9 +122,8 @@ class Costing:
 
     def _lowered(self, new: Plan, old: Plan) -> Bundle:
         if new.num_microbatches == old.num_microbatches:
-            return lower(
-                self.bundle.replace(plan=new, program=None, notes=()), donate=self.options.donate
-            )
+            fresh = self.bundle.replace(plan=new, program=None, notes=())
+            return lower(fresh, donate=self.options.donate, profiles=self.options.profiles)
         reason = f"{new.num_microbatches} tried by hand, proved exact"
         if new.num_microbatches == 1:
             reason = "one microbatch needs no proof"
@@ -188,7 +189,7 @@ def _unpriced(plan: Plan) -> Plan:
     stages = tuple(
         dataclasses.replace(s, predicted_s=None, peak_bytes=None, sent_bytes=None) for s in plan.stages
     )
-    kept = tuple(s for s in plan.sources if s[0] not in ("stage times", "step time", "memory"))
+    kept = tuple(s for s in plan.sources if s[0] not in PRICED and not s[0].startswith(STAGE_TIME))
     return dataclasses.replace(plan, stages=stages, predicted_s=None, sources=kept)
 
 

@@ -63,6 +63,15 @@ class Judge:
         store, forest = ProfileStore.load(path), forest_path(path)
         return cls(store, ResidualForest.load(forest)) if forest.exists() else cls.of(store)
 
+    @classmethod
+    def at(cls, path: str | Path) -> Judge | None:
+        """Returns the judge by a store's file, None for "".
+
+        Raises:
+          PlanError: as in `load`.
+        """
+        return _kept(str(path), _state(path), _state(forest_path(path))) if path else None
+
     @functools.cached_property
     def _by_work(self) -> dict[tuple[str, str, int, int, int], Measured]:
         # A later version's measurement takes the place of an earlier one's.
@@ -158,6 +167,21 @@ class Judge:
             sources=tuple((name, s) for name, s in seconds.items() if s),
             host_s=host_s,
         )
+
+
+@functools.lru_cache(maxsize=4)
+def _kept(path: str, *_: tuple[int, int]) -> Judge:
+    # A pipeline asks several times, and the forest takes its time to read.
+    return Judge.load(path)
+
+
+def _state(path: str | Path) -> tuple[int, int]:
+    """Returns what tells a file's content from an earlier one's."""
+    try:
+        stat = Path(path).stat()
+    except OSError:
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
 
 
 def forest_path(store: str | Path) -> Path:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -279,6 +280,15 @@ class ProfileStore:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
             raise PlanError(f"cannot write the profiles {path}: {error}") from None
+
+
+def store_digest(path: str | Path) -> str:
+    """Returns what tells a store's content from another's.
+
+    Raises:
+      PlanError: the file cannot be read or holds no profiles.
+    """
+    return hashlib.sha256(ProfileStore.load(path).to_json().encode()).hexdigest()
 
 
 def update_store(path: str | Path, change: Callable[[ProfileStore], ProfileStore]) -> ProfileStore:
