@@ -92,7 +92,8 @@ def parallelize(
       profiles: a profile store of `hetjax calibrate` that prices the plan; None prices by data sheets.
 
     Raises:
-      PlanError: the profiles cannot be read, or no plan fits; from the first call, not from here, for anything that needs the arguments.
+      PlanError: the profiles cannot be read, or no plan fits; from the first call, not from here, for
+        anything that needs the arguments.
       ClusterError: the cluster's description is wrong, or it is not the devices at hand.
     """
     if fn is None:
@@ -111,7 +112,9 @@ def parallelize(
         raise PlanError(f"{fn._name()} is parallel already; parallelize the plain function, or its .plain")
     if isinstance(like, _Bound):
         like = like.func  # type: ignore[assignment]
-    _check_types(cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress, profiles)
+    _check_types(
+        cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress, profiles
+    )
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
         schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,

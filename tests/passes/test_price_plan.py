@@ -125,4 +125,4 @@ def test_parallelize_and_with_price_by_the_profiles_given(bundle, tmp_path):
     with pytest.raises(PlanError, match=r"cannot read the profiles .*absent\.json"):
         hetjax.parallelize(step, profiles=tmp_path / "absent.json")
     with pytest.raises(PlanError, match="profiles is a int; it must be the name of a file"):
-        hetjax.parallelize(step, **{"profiles": 3})
+        hetjax.parallelize(step, profiles=3)
