@@ -74,7 +74,7 @@ class Nursery:
 
 
 def _check(fleet, config, allowed):
-    """Reads the newest recoverable step whole; returns (step, its objects, newest first)."""
+    """Reads the newest recoverable step whole; returns (step, objects newest first, losses it says it survives)."""
     client = Client(config)
     seen = survey(client)
     found = [f for f in seen.found if f.margin() >= 0]
@@ -85,7 +85,7 @@ def _check(fleet, config, allowed):
         for name, leaf in tree.items():
             assert (leaf == item.step).all(), (item.step, name, np.unique(leaf))
     client.close()
-    return found[0].step, [f.oid for f in found]
+    return found[0].step, [f.oid for f in found], min(layout.m for layout in found[0].manifest.layouts)
 
 
 def _crash(fleet, k, m, points, seed):
@@ -96,11 +96,13 @@ def _crash(fleet, k, m, points, seed):
     try:
         config = fleet.config(k, m, rpc_timeout_s=2.0)
         usual = nursery.save(config, 0, [], lambda pid: None)["seconds"]
-        step, live = _check(fleet, fleet.config(k, m, home=None), {0})
+        step, live, survives = _check(fleet, fleet.config(k, m, home=None), {0})
+        assert survives == m
         for point in range(points):
             delay = draw.uniform(0, 1.2 * usual)
             kill_trainer = point % 3 != 1
-            doomed = draw.sample(range(k + m), m) if point % 3 else []
+            # A save that lost agents half-way goes to those left, and says how few losses it then survives.
+            doomed = draw.sample(range(k + m), survives) if point % 3 else []
 
             def interrupt(pid, delay=delay, kill_trainer=kill_trainer, doomed=doomed):
                 time.sleep(delay)  # the moment of the crash is the point, drawn from the seed
@@ -114,7 +116,7 @@ def _crash(fleet, k, m, points, seed):
             if not doomed and "done" in said:
                 usual += 0.3 * (said["seconds"] - usual)
             allowed = {step + 1} if "done" in said else {step, step + 1}
-            now, live = _check(fleet, fleet.config(k, m, home=None), allowed)
+            now, live, survives = _check(fleet, fleet.config(k, m, home=None), allowed)
             outcomes["B" if now == step + 1 else "A"] += 1
             outcomes["reported" if "done" in said else "failed" if "error" in said else "silent"] += 1
             for i in doomed:
@@ -122,7 +124,7 @@ def _crash(fleet, k, m, points, seed):
             if doomed:
                 client = Client(fleet.config(k, m, home=None))
                 mend(client)
-                assert survey(client).found[0].margin() >= 1
+                assert survey(client).found[0].margin() == survives >= 1
                 client.close()
             step = now
     finally:
