@@ -153,6 +153,8 @@ def names_of(
             (-8 - long, 16),
             (8, -20),
             (8, 28),
+            (-8 - long, -20),
+            (-8 - long, 28),
         ):
             left, low = x + dx, y + dy
             box = (left, left + long, low - 9, low + 2)

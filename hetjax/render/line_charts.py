@@ -72,7 +72,10 @@ def line_picture(
         )
         x, y = s.points[-1]
         ends.append((s.name, axes.px(x), axes.py(y) - 8))
-    parts += names_of(ends, axes)
+    # Beside the lines where there is room, over them where there is none: a line without a name says nothing.
+    ends.sort(key=lambda e: e[2])
+    beside = names_of(ends, axes, _course(series, axes, steps))
+    parts += beside if len(beside) == len(ends) else names_of(ends, axes)
     body = svg(axes.width, axes.height, *parts, label=title, data_picture="lines")
     text = [
         title,
@@ -82,6 +85,20 @@ def line_picture(
         ),
     ]
     return Picture(title, body, "\n".join(text), is_svg=True)
+
+
+def _course(series: Sequence[Series], axes: Axes, steps: bool) -> list[tuple[float, float]]:
+    """Returns where the last part of each line runs, every few units."""
+    out = []
+    for s in series:
+        places = [(axes.px(x), axes.py(y)) for x, y in s.points]
+        for (x0, y0), (x1, y1) in zip(places, places[1:]):
+            for k in range(max(1, int(x1 - x0) // 8)):
+                share = k / max(1, int(x1 - x0) // 8)
+                x = x0 + (x1 - x0) * share
+                if x > places[-1][0] - 110:
+                    out.append((x, y0 if steps else y0 + (y1 - y0) * share))
+    return out
 
 
 def bars_picture(
