@@ -27,7 +27,7 @@ def figure(name: str, value: float, unit: str, target: str, holds: bool) -> Figu
     return {"name": name, "value": value, "unit": unit, "target": target, "holds": holds}
 
 
-def train_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def train_step(num_blocks: int = 12) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the step and its abstract arguments."""
     import flax.linen as nn
     import jax
@@ -46,7 +46,7 @@ def train_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         @nn.compact
         def __call__(self, tokens: Any) -> Any:
             x = nn.Embed(1000, 64)(tokens)
-            for _ in range(12):
+            for _ in range(num_blocks):
                 x = Block()(x)
             return nn.Dense(1000)(nn.LayerNorm()(x))
 

@@ -19,16 +19,20 @@ from hetjax.passes.bounds import lower_bound
 from hetjax.passes.schedules import PipelineCosts, schedule
 from hetjax.passes.simulator import simulate
 from hetjax.render.line_charts import Series, line_picture
+from hetjax.render.units import human_seconds
 
 # %% [markdown]
 # ## Four stages, two here and two there
 #
-# Forward takes 1, backward 2 (say milliseconds), and the link between stages 1 and 2 takes 2 each way.
+# Forward takes 1 ms, backward 2 ms, and the link between stages 1 and 2 takes 2 ms each way.
 
 
 # %%
+MS = 1e-3
+
+
 def pipeline(latency, microbatches=24):
-    return PipelineCosts((1.0,) * 4, (2.0,) * 4, microbatches, (0.0, float(latency), 0.0))
+    return PipelineCosts((1 * MS,) * 4, (2 * MS,) * 4, microbatches, (0.0, latency * MS, 0.0))
 
 
 def timeline(name, latency):
@@ -63,4 +67,6 @@ names = ("1f1b", "eager-1f1b", "virtual-1f1b")
 series = [Series(name, [(x, timeline(name, x).makespan_s) for x in latencies]) for name in names]
 series.append(Series("bound", [(x, lower_bound(pipeline(x)).lower_s) for x in latencies]))
 assert series[2].points[-1][1] < series[0].points[-1][1]
-line_picture(series, "a step as the link grows slower", "latency of the link (forward = 1)", "step", zero=False)
+line_picture(
+    series, "a step as the link grows slower", "latency of the link, ms", "step", y_words=human_seconds, zero=False
+)
