@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 from hetjax.render.axes import Axes, names_of, plain
@@ -92,7 +93,7 @@ def _course(series: Sequence[Series], axes: Axes, steps: bool) -> list[tuple[flo
     out = []
     for s in series:
         places = [(axes.px(x), axes.py(y)) for x, y in s.points]
-        for (x0, y0), (x1, y1) in zip(places, places[1:]):
+        for (x0, y0), (x1, y1) in itertools.pairwise(places):
             for k in range(max(1, int(x1 - x0) // 8)):
                 share = k / max(1, int(x1 - x0) // 8)
                 x = x0 + (x1 - x0) * share
