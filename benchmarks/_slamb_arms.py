@@ -163,8 +163,7 @@ def unsent_dropped(ratio=0.1, decay=0.01, min_size=9000, **kw) -> Arm:
             if g.ndim <= 1 or g.size < min_size:
                 return jnp.ones(g.shape, bool)
             seed = zlib.crc32(f"44{jax.tree_util.keystr(path)}".encode())
-            plan = _LeafPlan(g.shape, [int(1 / ratio + 1e-9)], [0], seed)
-            return plan.shaped(plan.ages(new_state.count)) == 0
+            return _LeafPlan(g.shape, [int(1 / ratio + 1e-9)], [0], seed, new_state.count).age == 0
 
         masks = treedef.unflatten([sent(path, g) for path, g in paths])
 

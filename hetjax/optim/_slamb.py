@@ -6,6 +6,7 @@ Equation numbers (1) to (9) are those of `docs/slamb.md`.
 
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -121,19 +122,19 @@ def scale_by_slamb(
             bad = ~_all_finite(grads)
         num_workers = 1 if axis_name is None else jax.lax.axis_size(axis_name)
 
-        nu_plans = [
-            _LeafPlan(g.shape, [int(1 / nu_ratio + 1e-9) if _is_large(g, min_size) else 1], [0], s)
-            for g, s in zip(grads, leaf_seeds)] if nu_ratio else []
-
         def apply_stage(stage: int):
             """Returns (updates, mu, nu, held, ok) with the compress ratio of one stage."""
             plans = [
                 _LeafPlan(g.shape, all_chunks[: stage + 1] if _is_large(g, min_size) else [1],
-                          [first for first, _ in ratios[: stage + 1]], leaf_seed)
+                          [first for first, _ in ratios[: stage + 1]], leaf_seed, step)
                 for g, leaf_seed in zip(grads, leaf_seeds)]
+            nu_plans = [
+                _LeafPlan(g.shape, [int(1 / nu_ratio + 1e-9) if _is_large(g, min_size) else 1], [0],
+                          leaf_seed, step)
+                for g, leaf_seed in zip(grads, leaf_seeds)] if nu_ratio else []
             # (3): the sent part of every leaf and the vote, in one vector and one all-reduce.
-            sent = [plan.take(m, step) for plan, m in zip(plans, mu)]
-            sent_nu = [plan.take(v, step) for plan, v in zip(nu_plans, nu)]
+            sent = [plan.take(m) for plan, m in zip(plans, mu)]
+            sent_nu = [plan.take(v) for plan, v in zip(nu_plans, nu)]
             means, any_bad = _mean_over_workers(
                 sent + sent_nu, bad if finite_vote else None, axis_name, comm_dtype)
             ok = None
@@ -145,12 +146,12 @@ def scale_by_slamb(
             for i, plan in enumerate(plans):
                 v, held = nu[i], old_held[i]
                 if nu_plans:
-                    v = nu_plans[i].receive(v, means[len(plans) + i], step)
+                    v = nu_plans[i].receive(v, means[len(plans) + i])
                 if held is None:
-                    m = direction = plan.receive(mu[i], means[i], step)  # (4)
+                    m = direction = plan.receive(mu[i], means[i])  # (4)
                 else:
                     m = mu[i]
-                    held = direction = plan.receive(held, means[i], step)  # (4')
+                    held = direction = plan.receive(held, means[i])  # (4')
                 taken = step.astype(m.dtype)
                 unit = (direction / (1 - b1**taken)) / (jnp.sqrt(v / (1 - b2**taken)) + eps)  # (5)
                 if bound_direction:
@@ -159,8 +160,7 @@ def scale_by_slamb(
                 if decays[i]:
                     unit = unit + weight_decay * weights[i]  # inside the norms, as in LAMB
                 scaled = _rescale(
-                    unit, weights[i], plan, step, None if is_held else b3, num_workers, min_ratio,
-                    max_ratio)
+                    unit, weights[i], plan, None if is_held else b3, num_workers, min_ratio, max_ratio)
                 if ok is not None:
                     scaled = jnp.where(ok, scaled, jnp.zeros_like(scaled))
                     m, v = jnp.where(ok, m, old_mu[i]), jnp.where(ok, v, old_nu[i])
@@ -391,25 +391,28 @@ def slamb_states(tree: Any) -> list[ScaleBySlambState]:
 
 
 class _LeafPlan:
-    """Which coordinates of one leaf travel at which step; no state, no indices on the wire.
+    """Which coordinates of one leaf travel at one step; no state, no indices on the wire.
 
-    The flat leaf of n elements is read as `[C, rows]`, rows = ceil(n / C), the tail padded. Row r has
+    The flat leaf of n elements is read as `[C, rows]`, rows = ceil(n / C), the tail missing. Row r has
     a fixed random offset o_r and sends coordinate (t + o_r) mod C of its C at step t: each coordinate
     exactly once in any C steps, and each leaf 1/C of itself in each step. (The published code cuts
     one permutation of all parameters into C pieces; this keeps its bounded age and needs no
     permutation in memory.)
+
+    Only what is sent is read through that table. All else is done in the leaf's own shape, with ages
+    and received means laid out for it, so that no moment is padded or cut where C does not divide n.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], chunks: list[int], firsts: list[int], leaf_seed: int
+        self, shape: tuple[int, ...], chunks: list[int], firsts: list[int], leaf_seed: int, step
     ):
-        self.shape, self.chunks, self.firsts, self.leaf_seed = shape, chunks, firsts, leaf_seed
-        self.size = 1
-        for dim in shape:
-            self.size *= dim
+        self.shape, self.chunks, self.firsts = shape, chunks, firsts
+        self.leaf_seed, self.step = leaf_seed, step
+        self.size = math.prod(shape)
         self.rows = -(-self.size // chunks[-1])
+        self.is_whole = chunks[-1] == 1
 
-    def _sent_column(self, chunks: int, step: jax.Array) -> jax.Array:
+    def _sent_column(self, chunks: int, step) -> jax.Array:
         """`int32[rows]`: which of its coordinates each row sends at a step."""
         rows = -(-self.size // chunks)
         # The finalizer of MurmurHash3 (Appleby, public domain): well mixed, the same everywhere, and
@@ -422,72 +425,84 @@ class _LeafPlan:
         # Held back from fusion, which would hash anew for each of the C coordinates of a row.
         return jax.lax.optimization_barrier((step + offset) % chunks)
 
-    def table(self, x: jax.Array) -> jax.Array:
-        """`[C, rows]`: the leaf by rows; free of copies where C divides its size."""
-        x = _placed_like(x, None).reshape(-1)
-        missing = self.rows * self.chunks[-1] - self.size
-        return (jnp.pad(x, (0, missing)) if missing else x).reshape(self.chunks[-1], self.rows)
+    @functools.cached_property
+    def _column(self) -> jax.Array:
+        return self._sent_column(self.chunks[-1], self.step)
 
-    def shaped(self, table: jax.Array) -> jax.Array:
-        """The inverse of `table`."""
-        return table.reshape(-1)[: self.size].reshape(self.shape)
-
-    def _sent(self, step: jax.Array) -> jax.Array:
-        """`bool[C, rows]`"""
-        column = self._sent_column(self.chunks[-1], step)
-        return column == jax.lax.broadcasted_iota(jnp.int32, (self.chunks[-1], self.rows), 0)
-
-    def take(self, x: jax.Array, step: jax.Array) -> jax.Array:
-        """`[rows]`: the elements of a leaf that are sent at a step."""
-        if self.chunks[-1] == 1:
-            return _placed_like(x, None).ravel()
-        # A masked sum over the C rows of the table reads the same and takes forty times as long.
-        column = self._sent_column(self.chunks[-1], step)
-        return jnp.take_along_axis(self.table(x), column[None], axis=0)[0]
-
-    def receive(self, x: jax.Array, sent: jax.Array, step: jax.Array) -> jax.Array:
-        """The leaf with `sent` `[rows]` in the places it was taken from."""
-        if self.chunks[-1] == 1:
-            return _placed_like(sent.reshape(self.shape), x)
-        return _placed_like(
-            self.shaped(jnp.where(self._sent(step), sent, self.table(x))), x)
-
-    def ages(self, step: jax.Array) -> jax.Array:
-        """`int32[C, rows]`: steps since each coordinate was last sent, 0 for those sent now.
+    @functools.cached_property
+    def age(self) -> jax.Array:
+        """Integers of the leaf's shape: steps since each coordinate was last sent, 0 if sent now.
 
         min((t + o - c) mod C, t) with one ratio; over stages of several ratios, t less the last step at
         which the layout of any stage sent the coordinate.
         """
+        if len(self.chunks) == 1:
+            chunks = self.chunks[0]
+            dtype = jnp.int8 if chunks < 128 else jnp.int32
+            # Small integers: ages are read by every pass over the leaf.
+            age = jnp.minimum(
+                self._behind(chunks, self._column.astype(dtype)),
+                jnp.minimum(self.step, chunks).astype(dtype))
+            return self._laid_out(age)
         last = jnp.zeros((), jnp.int32)
         for i, (chunks, first) in enumerate(zip(self.chunks, self.firsts)):
             now = i == len(self.chunks) - 1
-            end = step if now else jnp.asarray(self.firsts[i + 1], jnp.int32)
-            column = self._sent_column(chunks, end)
-            behind = column - jax.lax.broadcasted_iota(jnp.int32, (chunks, column.size), 0)
-            candidate = end - jnp.where(behind < 0, behind + chunks, behind)
-            if not now:  # laid out by another stage's rows
-                candidate = self.table(self.shaped(candidate))
+            end = self.step if now else jnp.asarray(self.firsts[i + 1], jnp.int32)
+            column = self._column if now else self._sent_column(chunks, end)
+            candidate = self._laid_out(end - self._behind(chunks, column))
             last = jnp.where(candidate > first, candidate, last)
-        return step - last
+        return self.step - last
+
+    def _behind(self, chunks: int, column: jax.Array) -> jax.Array:
+        """`[C, rows]`: (column - c) mod C, how long ago the cycle was at each coordinate."""
+        behind = column - jax.lax.broadcasted_iota(column.dtype, (chunks, column.size), 0)
+        return jnp.where(behind < 0, behind + jnp.asarray(chunks, column.dtype), behind)
+
+    def _laid_out(self, table: jax.Array) -> jax.Array:
+        """The leaf of a table `[C, rows]`, its missing tail left out."""
+        whole_rows, rest = divmod(self.size, table.shape[1])
+        if whole_rows > 64:
+            return table.reshape(-1)[: self.size].reshape(self.shape)
+        # Row by row: a concatenation is copied, where a flattened table is fused into whatever reads it
+        # and divides at every element to find its row (three times the time of the whole update).
+        rows = [table[i] for i in range(whole_rows)] + ([table[whole_rows, :rest]] if rest else [])
+        return jnp.concatenate(rows).reshape(self.shape)
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """`[rows]`: the elements of a leaf that are sent; 0 for those in the missing tail."""
+        x = _placed_like(x, None).reshape(-1)
+        if self.is_whole:
+            return x
+        # A masked sum over the C rows of the table reads the same and takes forty times as long.
+        missing = self.rows * self.chunks[-1] - self.size
+        table = (jnp.pad(x, (0, missing)) if missing else x).reshape(self.chunks[-1], self.rows)
+        return jnp.take_along_axis(table, self._column[None], axis=0)[0]
+
+    def receive(self, x: jax.Array, sent: jax.Array) -> jax.Array:
+        """The leaf with `sent` `[rows]` in the places it was taken from."""
+        if self.is_whole:
+            return _placed_like(sent.reshape(self.shape), x)
+        spread = self._laid_out(jnp.broadcast_to(sent, (self.chunks[-1], self.rows)))
+        return jnp.where(_placed_like(self.age, x) == 0, _placed_like(spread, x), x)
 
 
-def _rescale(unit, weight, plan, step, b3, num_workers, min_ratio, max_ratio):
+def _rescale(unit, weight, plan, b3, num_workers, min_ratio, max_ratio):
     """Scales a leaf's direction by its trust ratios and step factor: (6), (7) and (8)."""
-    if plan.chunks[-1] == 1 or b3 is None:  # sent whole, or held: r = 1 everywhere
+    if plan.is_whole or b3 is None:  # sent whole, or held: r = 1 everywhere
         ratio = _trust_ratio(jnp.sum(weight**2), jnp.sum(unit**2))
         # Plain LAMB, without bounds, on what has one dimension.
         return (ratio if unit.ndim <= 1 else jnp.clip(ratio, min_ratio, max_ratio)) * unit
-    weights, units, age = plan.table(weight), plan.table(unit), plan.ages(step)
-    ratio_sent, ratio_unsent = (  # (6)
-        _trust_ratio(
-            jnp.sum(jnp.where(part, weights**2, 0)), jnp.sum(jnp.where(part, units**2, 0)))
-        for part in (age == 0, age != 0))
+    # Norms, the sent tenth and the update are all made of it: computed once.
+    unit = jax.lax.optimization_barrier(unit)
+    age = _placed_like(plan.age, unit)
+    ratio_sent = _trust_ratio(*(jnp.sum(plan.take(x) ** 2) for x in (weight, unit)))  # (6)
+    ratio_unsent = _trust_ratio(*(jnp.sum(jnp.where(age != 0, x**2, 0)) for x in (weight, unit)))
     # b3^age; the exponential is vectorised where a power is not, and 0^0 is 1 here.
-    fresh = jnp.where(age == 0, 1.0, jnp.exp(age * jnp.log(jnp.asarray(b3, unit.dtype))))
+    power = jnp.exp(age.astype(unit.dtype) * jnp.log(jnp.asarray(b3, unit.dtype)))
+    fresh = jnp.where(age == 0, 1.0, power)
     ratio = jnp.clip(fresh * ratio_sent + (1 - fresh) * ratio_unsent, min_ratio, max_ratio)  # (7)
     # (8): from the step of the global batch to that of one worker's, by the square-root rule.
-    scaled = (fresh + (1 - fresh) / num_workers**0.5) * ratio * units
-    return _placed_like(plan.shaped(scaled), unit)
+    return (fresh + (1 - fresh) / num_workers**0.5) * ratio * unit
 
 
 def _trust_ratio(weight_sq: jax.Array, unit_sq: jax.Array) -> jax.Array:
