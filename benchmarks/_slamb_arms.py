@@ -74,8 +74,8 @@ def dense(name: str, tx: optax.GradientTransformation, **kw) -> Arm:
     return Arm(name, tx.init, step, **kw)
 
 
-def lamb(decay=0.01, name="LAMB", **kw) -> Arm:
-    return dense(name, _scale_by_lamb(decay), **kw)
+def lamb(decay=0.01, name="LAMB", b1=0.9, **kw) -> Arm:
+    return dense(name, _scale_by_lamb(decay, b1), **kw)
 
 
 def sgd(**kw) -> Arm:

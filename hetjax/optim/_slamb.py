@@ -63,6 +63,7 @@ def scale_by_slamb(
     compensation: str = "local",
     nu_ratio: float = 0.0,
     bound_direction: bool = False,
+    exchange: str = "momentum",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales gradients by SLAMB, exchanging a fraction of the first moment.
 
@@ -134,9 +135,17 @@ def scale_by_slamb(
                 for g, leaf_seed in zip(grads, leaf_seeds)] if nu_ratio else []
             # (3): the sent part of every leaf and the vote, in one vector and one all-reduce.
             sent = [plan.take(m) for plan, m in zip(plans, mu)]
+            roots = []
+            if exchange == "direction":  # (3'): each worker's m / (root of v + eps), back by its own
+                roots = [
+                    (jnp.sqrt(plan.take(v) / (1 - b2**step.astype(v.dtype))) + eps)
+                    * (1 - b1**step.astype(v.dtype)) for plan, v in zip(plans, nu)]
+                sent = [m / root for m, root in zip(sent, roots)]
             sent_nu = [plan.take(v) for plan, v in zip(nu_plans, nu)]
             means, any_bad = _mean_over_workers(
                 sent + sent_nu, bad if finite_vote else None, axis_name, comm_dtype)
+            if roots:
+                means[: len(plans)] = [mean * root for mean, root in zip(means, roots)]
             ok = None
             if any_bad is not None:
                 # The means are the same bits on all workers, so an overflow in comm_dtype is seen
@@ -209,6 +218,7 @@ def slamb(
     compensation: str = "local",
     nu_ratio: float = 0.0,
     bound_direction: bool = False,
+    exchange: str = "momentum",
 ) -> optax.GradientTransformationExtraArgs:
     r"""The SLAMB optimizer: LAMB that sends about a tenth of the bytes.
 
@@ -323,7 +333,7 @@ def slamb(
             weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, min_ratio=min_ratio,
             max_ratio=max_ratio, min_size=min_size, sync_every=sync_every, seed=seed,
             comm_dtype=comm_dtype, finite_vote=finite_vote, compensation=compensation,
-            nu_ratio=nu_ratio, bound_direction=bound_direction),
+            nu_ratio=nu_ratio, bound_direction=bound_direction, exchange=exchange),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -520,18 +530,21 @@ def _mean_over_workers(parts, bad, axis_name, comm_dtype):
     if axis_name is None:
         return parts, bad
     flat = jnp.concatenate([x.ravel() for x in parts])
-    alone = jax.lax.axis_size(axis_name) == 1  # then nothing travels and nothing is rounded
-    dtype = flat.dtype if comm_dtype is None or alone else comm_dtype
-    flat = flat.astype(dtype)
+    workers = jax.lax.axis_size(axis_name)
+    alone = workers == 1  # then nothing travels and nothing is rounded
+    dtype = jnp.dtype(flat.dtype if comm_dtype is None or alone else comm_dtype)
+    # Eight bits end at 448: from 64 workers on, sums of directions are brought down by a power of two.
+    divisor = 2 ** max(0, (workers - 1).bit_length() - 5) if dtype.itemsize == 1 else 1
+    flat = (flat / divisor if divisor > 1 else flat).astype(dtype)
     if bad is not None:
         # A sum of zeros is exact in any dtype, and a single one among any number of them is not lost.
         flat = jnp.concatenate([flat, bad.astype(dtype)[None]])
     total = jax.lax.psum(flat, axis_name)
     means, start = [], 0
     for x, size in zip(parts, sizes):
-        means.append(total[start : start + size].astype(x.dtype) / jax.lax.axis_size(axis_name))
+        means.append(total[start : start + size].astype(x.dtype) * (divisor / workers))
         start += size
-    return means, None if bad is None else total[start] > 0
+    return means, None if bad is None else ~(total[start] == 0)  # a sum that overflowed is no zero
 
 
 def _varying(x) -> frozenset:
