@@ -80,8 +80,8 @@ def scale_by_slamb(
     periods = _stages("sync_every", sync_every)
     is_held = compensation == "held"
     _check_static(
-        ratios, periods, compensation, min_size=min_size, seed=seed, finite_vote=finite_vote,
-        nu_ratio=nu_ratio, bound_direction=bound_direction)
+        ratios, periods, compensation, exchange, comm_dtype, min_size=min_size, seed=seed,
+        finite_vote=finite_vote, nu_ratio=nu_ratio, bound_direction=bound_direction)
     all_chunks = [int(1.0 / ratio + 1e-9) for _, ratio in ratios]  # as published: 0.3 gives 3
 
     def init_fn(params: optax.Params) -> Any:
@@ -116,12 +116,22 @@ def scale_by_slamb(
         old_mu, old_nu = flat(state.mu), flat(state.nu)
         old_held: list[Any] = [None] * len(grads) if state.held is None else flat(state.held)
 
-        mu = [b1 * m + (1 - b1) * g for m, g in zip(old_mu, grads)]  # (1), local
-        nu = [b2 * v + (1 - b2) * g * g for v, g in zip(old_nu, grads)]  # (2), local
         bad = jnp.array(False)
         if finite_vote:
             bad = ~_all_finite(grads)
         num_workers = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+
+        def debias(decay, like):
+            return 1 - decay ** step.astype(like.dtype)
+
+        def first(m, g):  # (1), local
+            return b1 * m + (1 - b1) * g
+
+        def second(v, g):  # (2), local
+            return b2 * v + (1 - b2) * g * g
+
+        def root(v):
+            return jnp.sqrt(v / debias(b2, v)) + eps
 
         def apply_stage(stage: int):
             """Returns (updates, mu, nu, held, ok) with the compress ratio of one stage."""
@@ -133,36 +143,41 @@ def scale_by_slamb(
                 _LeafPlan(g.shape, [int(1 / nu_ratio + 1e-9) if _is_large(g, min_size) else 1], [0],
                           leaf_seed, step)
                 for g, leaf_seed in zip(grads, leaf_seeds)] if nu_ratio else []
-            # (3): the sent part of every leaf and the vote, in one vector and one all-reduce.
-            sent = [plan.take(m) for plan, m in zip(plans, mu)]
-            roots = []
-            if exchange == "direction":  # (3'): each worker's m / (root of v + eps), back by its own
-                roots = [
-                    (jnp.sqrt(plan.take(v) / (1 - b2**step.astype(v.dtype))) + eps)
-                    * (1 - b1**step.astype(v.dtype)) for plan, v in zip(plans, nu)]
-                sent = [m / root for m, root in zip(sent, roots)]
-            sent_nu = [plan.take(v) for plan, v in zip(nu_plans, nu)]
+            # (3): the sent part of every leaf and the vote, in one vector and one all-reduce. Moments
+            # are made anew there and below: no leaf is kept in between.
+            sent = [first(plan.take(m), plan.take(g)) for plan, m, g in zip(plans, old_mu, grads)]
+            units = []
+            if exchange == "direction" and num_workers > 1:  # (3'): see `slamb`
+                units = [root(second(plan.take(v), plan.take(g))) * debias(b1, g)
+                         for plan, v, g in zip(plans, old_nu, grads)]
+                sent = [m / unit for m, unit in zip(sent, units)]
+            sent_nu = [second(plan.take(v), plan.take(g))
+                       for plan, v, g in zip(nu_plans, old_nu, grads)]
             means, any_bad = _mean_over_workers(
                 sent + sent_nu, bad if finite_vote else None, axis_name, comm_dtype)
-            if roots:
-                means[: len(plans)] = [mean * root for mean, root in zip(means, roots)]
             ok = None
             if any_bad is not None:
                 # The means are the same bits on all workers, so an overflow in comm_dtype is seen
                 # by all alike, like the vote itself.
                 ok = ~any_bad & _all_finite(means)
+            if units:
+                means[: len(plans)] = [mean * unit for mean, unit in zip(means, units)]
+
+            def kept(new, old):
+                return new if ok is None else jnp.where(ok, new, old)
+
             out = []
-            for i, plan in enumerate(plans):
-                v, held = nu[i], old_held[i]
+            for i, (plan, g) in enumerate(zip(plans, grads)):
+                m, v, held = first(old_mu[i], g), second(old_nu[i], g), old_held[i]
                 if nu_plans:
                     v = nu_plans[i].receive(v, means[len(plans) + i])
                 if held is None:
-                    m = direction = plan.receive(mu[i], means[i])  # (4)
+                    m = direction = kept(plan.receive(m, means[i]), old_mu[i])  # (4)
                 else:
-                    m = mu[i]
-                    held = direction = plan.receive(held, means[i])  # (4')
-                taken = step.astype(m.dtype)
-                unit = (direction / (1 - b1**taken)) / (jnp.sqrt(v / (1 - b2**taken)) + eps)  # (5)
+                    m = kept(m, old_mu[i])
+                    held = direction = kept(plan.receive(held, means[i]), held)  # (4')
+                v = kept(v, old_nu[i])
+                unit = (direction / debias(b1, v)) / root(v)  # (5)
                 if bound_direction:
                     largest = (1 - b1) / jnp.sqrt((1 - b2) * (1 - b1 * b1 / b2))
                     unit = jnp.clip(unit, -largest, largest)
@@ -170,11 +185,7 @@ def scale_by_slamb(
                     unit = unit + weight_decay * weights[i]  # inside the norms, as in LAMB
                 scaled = _rescale(
                     unit, weights[i], plan, None if is_held else b3, num_workers, min_ratio, max_ratio)
-                if ok is not None:
-                    scaled = jnp.where(ok, scaled, jnp.zeros_like(scaled))
-                    m, v = jnp.where(ok, m, old_mu[i]), jnp.where(ok, v, old_nu[i])
-                    held = None if held is None else jnp.where(ok, held, old_held[i])
-                out.append((scaled.astype(paths[i][1].dtype), m, v, held))
+                out.append((kept(scaled, jnp.zeros_like(scaled)).astype(paths[i][1].dtype), m, v, held))
             by_kind = _as_varying([list(kind) for kind in zip(*out)], axis_name)
             return *by_kind, jnp.array(True) if ok is None else ok
 
@@ -281,7 +292,9 @@ def slamb(
         never. Or stages, as for `compress_ratio`. Static.
       seed: of the shared choice of coordinates; the same on all workers and in all resumed runs.
         Static.
-      comm_dtype: dtype of the exchanged vector; None for that of the moments (float32).
+      comm_dtype: dtype of the exchanged vector; None for that of the moments (float32). Eight bits
+        (``jnp.float8_e4m3fn``) go with ``exchange="direction"`` alone; where partial sums are rounded to
+        them at every hop, for some tens of workers.
       finite_vote: whether to vote on finite gradients; the vote is one more element of the exchanged
         vector. Without it a NaN on one worker is on all workers within the step. Static.
       compensation: what moves coordinates that are not sent: ``"local"``, the worker's own moment, as
@@ -292,6 +305,10 @@ def slamb(
         :math:`(1-b_1)/\sqrt{(1-b_2)(1-b_1^2/b_2)}` (Cauchy-Schwarz; 7.3 with the defaults). LAMB never
         reaches it. A mean moment over a local second moment near zero (a token or unit that only other
         workers saw) does, and then fills the norm of its leaf. Published: no. Static.
+      exchange: ``"momentum"``, as published, or ``"direction"``: workers exchange
+        :math:`d = \hat m / (\sqrt{\hat v} + \epsilon)` instead, and each takes :math:`\overline{d_S}`
+        times its own :math:`\sqrt{\hat v} + \epsilon` for :math:`\hat m_S`. Directions have no unit and
+        are seldom above 1, so eight bits hold them. With ``"local"`` only. Static.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`.
@@ -471,10 +488,10 @@ class _LeafPlan:
     def _laid_out(self, table: jax.Array) -> jax.Array:
         """The leaf of a table `[C, rows]`, its missing tail left out."""
         whole_rows, rest = divmod(self.size, table.shape[1])
-        if whole_rows > 64:
+        if whole_rows > 64 or self.size < 9000:
             return table.reshape(-1)[: self.size].reshape(self.shape)
-        # Row by row: a concatenation is copied, where a flattened table is fused into whatever reads it
-        # and divides at every element to find its row (three times the time of the whole update).
+        # Row by row, where it pays: a concatenation is copied, while a flattened table is fused into
+        # whatever reads it and divides at every element to find its row (three times the whole update).
         rows = [table[i] for i in range(whole_rows)] + ([table[whole_rows, :rest]] if rest else [])
         return jnp.concatenate(rows).reshape(self.shape)
 
@@ -502,11 +519,14 @@ def _rescale(unit, weight, plan, b3, num_workers, min_ratio, max_ratio):
         ratio = _trust_ratio(jnp.sum(weight**2), jnp.sum(unit**2))
         # Plain LAMB, without bounds, on what has one dimension.
         return (ratio if unit.ndim <= 1 else jnp.clip(ratio, min_ratio, max_ratio)) * unit
-    # Norms, the sent tenth and the update are all made of it: computed once.
-    unit = jax.lax.optimization_barrier(unit)
     age = _placed_like(plan.age, unit)
-    ratio_sent = _trust_ratio(*(jnp.sum(plan.take(x) ** 2) for x in (weight, unit)))  # (6)
-    ratio_unsent = _trust_ratio(*(jnp.sum(jnp.where(age != 0, x**2, 0)) for x in (weight, unit)))
+    sent_sq = [jnp.sum(plan.take(x) ** 2) for x in (weight, unit)]
+    # The rest of the whole; what is less than its rounding is zero.
+    whole_sq = [jnp.sum(x**2) for x in (weight, unit)]
+    rest_sq = [
+        jnp.where(whole - part > 1e-6 * whole, whole - part, 0.0)
+        for whole, part in zip(whole_sq, sent_sq)]
+    ratio_sent, ratio_unsent = _trust_ratio(*sent_sq), _trust_ratio(*rest_sq)  # (6)
     # b3^age; the exponential is vectorised where a power is not, and 0^0 is 1 here.
     power = jnp.exp(age.astype(unit.dtype) * jnp.log(jnp.asarray(b3, unit.dtype)))
     fresh = jnp.where(age == 0, 1.0, power)
@@ -601,7 +621,8 @@ def _placed_like(tree, leaf: jax.Array | None):
 
 
 def _all_finite(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))
+    # A maximum passes NaN on.
+    return jnp.all(jnp.stack([jnp.max(jnp.abs(x)) < jnp.inf for x in arrays]))
 
 
 # ---- arguments ---------------------------------------------------------------------------------
@@ -648,7 +669,7 @@ def _stages(name: str, value) -> tuple[tuple[int, Any], ...]:
     return stages
 
 
-def _check_static(ratios, periods, compensation, **others) -> None:
+def _check_static(ratios, periods, compensation, exchange, comm_dtype, **others) -> None:
     problems = [
         f"compress_ratio must lie in (0, 1], got {ratio!r}"
         for _, ratio in ratios if not 0 < ratio <= 1]
@@ -664,6 +685,14 @@ def _check_static(ratios, periods, compensation, **others) -> None:
         problems.append(f"nu_ratio must lie in [0, 1], got {nu_ratio!r}")
     if compensation not in ("held", "local"):
         problems.append(f"compensation must be 'held' or 'local', got {compensation!r}")
+    if exchange not in ("direction", "momentum"):
+        problems.append(f"exchange must be 'direction' or 'momentum', got {exchange!r}")
+    elif exchange == "direction" and (compensation == "held" or nu_ratio):
+        problems.append("exchange='direction' goes with compensation='local' and nu_ratio=0 only")
+    elif exchange == "momentum" and comm_dtype is not None and jnp.dtype(comm_dtype).itemsize < 2:
+        problems.append(
+            f"comm_dtype={jnp.dtype(comm_dtype).name} has no room for moments, which may be of any "
+            "size; give exchange='direction' with it")
     if problems:
         raise ValueError("slamb: " + "; ".join(problems) + ".")
 

@@ -239,6 +239,9 @@ def test_decay_is_masked_by_tree_or_function_and_spares_vectors_by_default():
     (dict(finite_vote=jnp.array(True)), "finite_vote must be a Python value"),
     (dict(nu_ratio=1.5), r"nu_ratio must lie in \[0, 1\], got 1.5"),
     (dict(compensation="none"), "compensation must be 'held' or 'local', got 'none'"),
+    (dict(exchange="gradient"), "exchange must be 'direction' or 'momentum', got 'gradient'"),
+    (dict(exchange="direction", nu_ratio=0.1), "goes with compensation='local' and nu_ratio=0"),
+    (dict(comm_dtype=jnp.float8_e4m3fn), "float8_e4m3fn has no room .* give exchange='direction'"),
     (dict(compress_ratio=2.0, sync_every=-3), "2.0; sync_every"),
 ])
 def test_arguments_out_of_range_are_refused_together(kwargs, message):

@@ -68,6 +68,15 @@ def eight():
     return data_parallel_step(train_step, mesh_of(8), donate=False)
 
 
+@functools.lru_cache(None)
+def at_37():
+    """Eight workers after 37 steps: amid H = 5 and C = 10. Not donated, so tests may share it."""
+    state = new_state()
+    for t in range(1, 38):
+        state, _ = eight()(state, batch_of(t))
+    return state
+
+
 def leaves_equal(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.array_equal(x, y) for x, y in pairs)
@@ -168,10 +177,8 @@ def test_a_mesh_may_have_other_axes_of_either_kind(kind):
 def test_a_checkpoint_in_mid_cycle_resumes_bit_for_bit(tmp_path):
     import orbax.checkpoint as ocp
 
-    step, state = eight(), new_state()
-    for t in range(1, 38):
-        state, _ = step(state, batch_of(t))
-    assert int(state.opt_state[0].count) == 37  # mid H = 5 and mid C = 10
+    step, state = eight(), at_37()
+    assert int(state.opt_state[0].count) == 37
     with ocp.StandardCheckpointer() as saver:
         saver.save(tmp_path / "at_37", state.value)
         saver.wait_until_finished()
@@ -185,9 +192,7 @@ def test_a_checkpoint_in_mid_cycle_resumes_bit_for_bit(tmp_path):
 
 
 def test_eight_workers_become_four_by_the_mean():
-    step, state = eight(), new_state()
-    for t in range(1, 38):
-        state, _ = step(state, batch_of(t))
+    state = at_37()
     four = data_parallel_step(train_step, mesh_of(4), donate=False)
     with pytest.raises(HetjaxError, match=r"8 workers .* has 4; pass it through resize"):
         four(state, batch_of(38))
