@@ -143,7 +143,7 @@ class Evaluator:
         value = self.judge.bound_s(m, groups, edges) * factor
         if value < self.best and not self.judge.exact:
             self.simulations += 1
-            value = self.judge.seconds(m, groups, edges) * factor
+            value = self.judge.seconds(m, groups, edges, self.best / factor if factor else INF) * factor
         self._values[key] = value
         if value < self.best * (1 - _EPS):
             self.best = value
@@ -182,7 +182,9 @@ class Cutter:
         plain = tuple(g.with_options(PLAIN) for g in groups)
         found = self._periods.get(plain)
         if found is None:
-            found = self._periods[plain] = balanced(self.evaluator.judge, m, plain, 0)[1]
+            found = self._periods[plain] = balanced(
+                self.evaluator.judge, m, tuple((g,) for g in plain), 0
+            )[2]
         return found
 
     def bound(self, micro: Micro, groups: Groups) -> float:
@@ -207,8 +209,9 @@ class Cutter:
     def plans(self, m: int, groups: Groups) -> tuple[tuple[Groups, Edges], ...]:
         """Returns the groups with options, and edges, that are worth a look; none where nothing fits.
 
-        These are the first options, cheapest first, that leave room for as many activations as a pipeline
-        wants, the first that leave room for one, and the same with a compressed exchange of gradients.
+        These are the options and edges with the shortest period that leave room for as many activations as
+        a pipeline wants, those that leave room for one, and the same with a compressed exchange of
+        gradients. Stages recompute one by one, as their memory asks.
         """
         key = (m, groups)
         found = self._plans.get(key)
@@ -218,37 +221,54 @@ class Cutter:
 
     def _make(self, m: int, groups: Groups) -> Iterator[tuple[Groups, Edges]]:
         judge = self.evaluator.judge
-        ladder = [groups]
+        outfits = [tuple((g,) for g in groups)]
         if self.problem.options and all(g.options == PLAIN for g in groups):
-            ladder = [tuple(with_options(self.problem, g, o) for g in groups) for o in self._ladder]
+            outfits = [tuple(self._alternatives(g, o) for g in groups) for o in self._rests]
         seen = set()
-        exchanges = ("dense", "compressed") if len(ladder) > 1 and self.problem.compressed else ("",)
+        exchanges = ("dense", "compressed") if len(outfits) > 1 and self.problem.compressed else ("",)
         wanted = (None,) if judge.fixed_memory else (None, 1)
         for in_flight, exchange in itertools.product(wanted, exchanges):
-            for outfit in ladder:
-                if exchange and not any(o.exchange == exchange for o in self._exchanges(outfit)):
+            best: tuple[Groups, Edges] | None = None
+            least_s = INF
+            for choices in outfits:
+                plain = tuple(c[0] for c in choices)
+                if exchange and not any(o.exchange == exchange for o in self._exchanges(plain)):
                     continue
-                edges, period_s = balanced(judge, m, outfit, in_flight)
+                outfit, edges, period_s = balanced(judge, m, choices, in_flight)
                 if self._tight:
                     self._periods[groups] = period_s
-                if edges is None:
-                    continue
-                if not self.by_speed:
-                    edges = even(self.problem.num_layers, len(groups)) or edges
-                if (outfit, edges) not in seen:
-                    seen.add((outfit, edges))
-                    yield outfit, edges
-                break
+                if edges is not None and period_s < least_s * (1 - _EPS):
+                    best, least_s = (outfit, edges), period_s
+            if best is None:
+                continue
+            outfit, edges = best
+            if not self.by_speed:
+                edges = even(self.problem.num_layers, len(groups)) or edges
+            if (outfit, edges) not in seen:
+                seen.add((outfit, edges))
+                yield outfit, edges
 
     @staticmethod
     def _exchanges(groups: Groups) -> list[Options]:
         """Returns the options of the groups that have gradients to exchange, or of all where none has."""
         return [g.options for g in groups if g.replicas > 1] or [g.options for g in groups]
 
+    def _alternatives(self, group: Group, options: Options) -> tuple[Group, ...]:
+        """Returns a group with options, without and with recomputation, as far as the problem offers it."""
+        again = (False, True) if self._recompute else (False,)
+        return tuple(
+            with_options(self.problem, group, dataclasses.replace(options, recompute=r)) for r in again
+        )
+
     @functools.cached_property
-    def _ladder(self) -> tuple[Options, ...]:
-        """Returns the choices of options, those that cost least time first."""
-        return (PLAIN, *sorted(self.problem.options, key=_dearness))
+    def _recompute(self) -> bool:
+        return any(o.recompute for o in self.problem.options)
+
+    @functools.cached_property
+    def _rests(self) -> tuple[Options, ...]:
+        """Returns the choices of options, recomputation aside, those that cost least time first."""
+        rests = (dataclasses.replace(o, recompute=False) for o in self.problem.options)
+        return tuple(sorted(dict.fromkeys((PLAIN, *rests)), key=_dearness))
 
     def climb(self, m: int, groups: Groups, edges: Edges, value: float) -> tuple[Edges, float]:
         """Returns edges that no shift of one edge, or of neighbouring edges together, makes better."""

@@ -89,8 +89,8 @@ class Judge(Protocol):
         """Returns the closed form: never more than `seconds`."""
         ...
 
-    def seconds(self, m: int, groups: Groups, edges: Edges) -> float:
-        """Returns the seconds of a step."""
+    def seconds(self, m: int, groups: Groups, edges: Edges, than: float = INF) -> float:
+        """Returns the seconds of a step; where they are not less than `than`, about these."""
         ...
 
     def works(self, group: Group) -> tuple[Sequence[float], ...]:

@@ -83,6 +83,13 @@ def _efficient_degrees(view: View, group: Group) -> float:
     return max(view.efficiency(group), 1e-3) ** 3
 
 
+def _keeps_pace(view: View, group: Group) -> float:
+    """Weighs how near one layer comes to the pace at which all devices together could work."""
+    rates = view.rates
+    ideal_s = group.examples * rates.total / max(1e-300, view.speed)
+    return min(1.0, ideal_s / max(1e-300, rates.layer_s(group))) ** 3
+
+
 def _equal_speed(view: View, group: Group) -> float:
     if len(group.parts) == 1:
         return 1.0
@@ -121,7 +128,7 @@ def _near_next(view: View, state: State, group: Group) -> float:
 def _whole_pool(view: View, state: State, count: int) -> float:
     assert state.pending is not None
     most = view.moves.counts(state.groups, state.pending)
-    return 1.0 if count == most else 0.5
+    return 1.0 if count == most else 1.0 / most
 
 
 def _use_all(view: View, state: State) -> float:
@@ -163,6 +170,7 @@ PRINCIPLES: tuple[Principle, ...] = (
     Principle("no-dense-over-slow", "dense collectives do not cross a slow link", "options", _dense_at_home, "its replicas would exchange dense gradients over a slow link"),
     Principle("tensor-in-node", "tensor parallelism stays inside a node, the more so the slower the way out", "group", _tensor_in_node),
     Principle("efficient-degrees", "prefer degrees at which a device does most: data before tensor parallelism", "group", _efficient_degrees),
+    Principle("keeps-pace", "no stage so weak that a single layer of it holds up all the others", "group", _keeps_pace),
     Principle("equal-speed", "unlike replicas of a stage should take equally long", "group", _equal_speed),
     Principle("sites-once", "a pipeline does not come back to a site over a slow link", "next", _sites_once, "the pipeline would come back to a site it left"),
     Principle("alike", "devices of a kind get stages alike", "next", _alike),

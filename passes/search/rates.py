@@ -32,6 +32,7 @@ class Rates:
         self.judge = judge
         self.problem = judge.problem
         self._rates: dict[Group, float] = {}
+        self._layers: dict[Group, float] = {}
         self._weights = self._layer_weights()
         self.total = sum(self._weights)
 
@@ -65,6 +66,16 @@ class Rates:
                 for work in self.judge.works(group)
             )
             found = self._rates[group] = best * group.examples
+        return found
+
+    def layer_s(self, group: Group) -> float:
+        """Returns the seconds of a usual layer on the slowest part of a group."""
+        found = self._layers.get(group)
+        if found is None:
+            found = self._layers[group] = max(
+                statistics.median([b - a for a, b in itertools.pairwise(work)])
+                for work in self.judge.works(group)
+            )
         return found
 
     def chain_s(self, share: int) -> float:

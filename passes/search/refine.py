@@ -9,8 +9,10 @@ better one is taken.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hetjax.passes.search.evaluator import distinct
 from hetjax.passes.search.judge import INF
@@ -24,6 +26,9 @@ Groups = tuple[Group, ...]
 _REACH = 1.3
 # A climb ends after so many neighbours that are no better.
 _PATIENCE = 300
+# Up to so many stages each is a place for neighbours of its own; of more unlike stages than these,
+# neighbours are drawn.
+_EVERY, _MIXED = 8, 60
 
 
 class Refiner:
@@ -102,7 +107,7 @@ class Refiner:
         micro, groups = micro_of(outline, self.problem.alike), outline.groups
         value = self.evaluator.best
         for _ in range(self.random.choice((1, 1, 2))):
-            for other_micro, other in self._sample(micro, groups)[:30]:
+            for other_micro, other in itertools.islice(self._sample(micro, groups), 30):
                 found = self._value(other_micro, other, _REACH * self.evaluator.best)
                 yield
                 if found < 1.15 * self.evaluator.best and (other_micro, other) not in self._done:
@@ -114,8 +119,7 @@ class Refiner:
         """Climbs until many neighbours in a row were no better; yields after every evaluation."""
         while (micro, groups) not in self._done and value < INF:
             self._done.add((micro, groups))
-            near = self._sample(micro, groups)
-            for other_micro, other in near:
+            for other_micro, other in self._sample(micro, groups):
                 found = self._value(other_micro, other, value)
                 yield
                 if found < value * (1 - 1e-9):
@@ -124,8 +128,8 @@ class Refiner:
             else:
                 return
 
-    def _sample(self, micro: Micro, groups: Groups) -> list[tuple[Micro, Groups]]:
-        """Returns neighbours in random order, of each sort about as many."""
+    def _sample(self, micro: Micro, groups: Groups) -> Iterator[tuple[Micro, Groups]]:
+        """Yields legal neighbours in random order, of each sort about as many."""
         sorts: dict[str, list[tuple[Micro, Groups]]] = {}
         for sort, other_micro, other in self._sorted_neighbours(micro, groups):
             sorts.setdefault(sort, []).append((other_micro, other))
@@ -134,7 +138,13 @@ class Refiner:
             self.random.shuffle(near)
             out += [(i / len(near) ** 0.5, self.random.random(), n) for i, n in enumerate(near)]
         out.sort(key=lambda x: x[:2])
-        return [n for _, _, n in out[:_PATIENCE]]
+        left = _PATIENCE
+        for _, _, (other_micro, other) in out:
+            if len(other) <= self.problem.stage_limit and self._may(other, groups):
+                yield other_micro, other
+                left -= 1
+                if not left:
+                    return
 
     def _value(self, micro: Micro, groups: Groups, before: float) -> float:
         key = (micro, groups)
@@ -152,17 +162,16 @@ class Refiner:
     def neighbours(self, micro: Micro, groups: Groups) -> Iterator[tuple[Micro, Groups]]:
         """Yields plans that differ in one thing and that no principle forbids."""
         for _, other_micro, other in self._sorted_neighbours(micro, groups):
-            yield other_micro, other
+            if len(other) <= self.problem.stage_limit and self._may(other, groups):
+                yield other_micro, other
 
     def _sorted_neighbours(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Micro, Groups]]:
         for sort, other in self._same_division(micro, groups):
-            if len(other) <= self.problem.stage_limit and self._may(other, groups):
-                yield sort, micro, other
+            yield sort, micro, other
         for other_micro in self.view.moves.micros:
             if other_micro != micro:
                 for other in self._redivided(micro, groups, other_micro):
-                    if self._may(other, groups):
-                        yield "divide", other_micro, other
+                    yield "divide", other_micro, other
 
     def _may(self, groups: Groups, before: Groups) -> bool:
         """Returns whether a plan can be built, without groups that a principle is against, save those it had."""
@@ -173,23 +182,23 @@ class Refiner:
 
     def _same_division(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Groups]]:
         n = len(groups)
-        for i in range(n - 1):
-            for j in range(i + 1, n):
-                if groups[i] != groups[j]:
-                    swapped = list(groups)
-                    swapped[i], swapped[j] = swapped[j], swapped[i]
-                    yield "swap", tuple(swapped)
-        for i in range(n):
-            if n > 1:
-                yield "drop", groups[:i] + groups[i + 1 :]
-        for i in range(n):
+        # Of many stages alike in a row the first and the last stand for all.
+        at = list(range(n)) if n <= _EVERY else _ends(groups)
+        for i, j in itertools.combinations(at, 2):
+            if groups[i] != groups[j]:
+                swapped = list(groups)
+                swapped[i], swapped[j] = swapped[j], swapped[i]
+                yield "swap", tuple(swapped)
+        for i in at:
             rest = groups[:i] + groups[i + 1 :]
+            if n > 1:
+                yield "drop", rest
             for g in self._choices(micro, rest):
                 if g != groups[i]:
                     yield "replace", (*groups[:i], g, *groups[i + 1 :])
         if n < self.problem.stage_limit:
             for g in self._choices(micro, groups):
-                for i in range(n + 1):
+                for i in (*at, n):
                     yield "insert", (*groups[:i], g, *groups[i:])
         if self.problem.options:
             for other in self._optioned(groups):
@@ -200,10 +209,33 @@ class Refiner:
                 for g in self._choices(micro, rest):
                     if g != old:
                         yield "replace alike", tuple(g if x == old else x for x in groups)
-        for i in range(n):
-            left = self.view.moves.left(groups)
+        left = self.view.moves.left(groups)
+        for i in at:
             for g in (*self._shifted(groups[i]), *self._exchanged(groups[i], left)):
                 yield "exchange", (*groups[:i], g, *groups[i + 1 :])
+        yield from self._by_run(micro, groups)
+
+    def _by_run(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Groups]]:
+        """Yields plans that differ in a whole run of stages alike: its place, its length, its devices."""
+        runs = runs_of(groups)
+        if len(runs) == len(groups):
+            return
+        for i, j in itertools.combinations(range(len(runs)), 2):
+            turned = list(runs)
+            turned[i], turned[j] = runs[j], runs[i]
+            yield "swap runs", joined(turned)
+        for i, (old, count) in enumerate(runs):
+            before, after = joined(runs[:i]), joined(runs[i + 1 :])
+            rest = before + after
+            for n in {1, count // 2, count - 2, count - 1, count + 1, count + 2, 2 * count} - {0, count}:
+                if 0 < n <= self.view.moves.counts(rest, old.with_options(PLAIN)):
+                    yield "lengthen", (*before, *[old] * n, *after)
+            for g in self._choices(micro, rest):
+                most = self.view.moves.counts(rest, g)
+                same = round(count * old.devices / g.devices)
+                for n in {most, most - 1, same, count}:
+                    if 0 < n <= most and (g, n) != (old, count):
+                        yield "replace run", (*before, *[g] * n, *after)
 
     def _optioned(self, groups: Groups) -> Iterator[Groups]:
         """Yields the groups with other options: of all of them, of those alike, of one."""
@@ -220,8 +252,9 @@ class Refiner:
 
     def _choices(self, micro: Micro, rest: Groups) -> Iterator[Group]:
         """Yields the devices a stage may have beside others."""
-        for mixed in (False, True):
-            yield from self.view.moves.groups(micro, rest, mixed)
+        yield from self.view.moves.groups(micro, rest, False)
+        mixed = self.view.moves.groups(micro, rest, True)
+        yield from mixed if len(mixed) <= _MIXED else self.random.sample(mixed, _MIXED)
 
     def _shifted(self, group: Group) -> Iterator[Group]:
         """Yields a mixed group with some replicas moved from one part to another, or its parts turned round."""
@@ -261,6 +294,7 @@ class Refiner:
         if not micro.replicas:
             ratio = other.examples / micro.examples
             scales = [(1.0, 1.0, ratio), (ratio, 1.0, 1.0), (ratio, 1.0 / ratio, 1.0)]
+            yield from self._regrouped(groups, ratio)
         else:
             share = (other.examples // other.replicas) / (micro.examples // micro.replicas)
             count = other.replicas / micro.replicas
@@ -269,6 +303,35 @@ class Refiner:
             found = _scaled(groups, *scale)
             if found is not None:
                 yield found
+
+
+    def _regrouped(self, groups: Groups, ratio: float) -> Iterator[Groups]:
+        """Yields `ratio` times as many replicas in so many times fewer stages."""
+        wider = _scaled(groups, ratio, 1.0, 1.0)
+        if wider is None:
+            return
+        for rounded in (math.floor, math.ceil):
+            runs = [(g, max(1, rounded(n / ratio))) for g, n in runs_of(wider)]
+            yield joined(runs)
+
+
+def runs_of(groups: Groups) -> list[tuple[Group, int]]:
+    """Returns the groups in order, and how many in a row are alike."""
+    return [(g, len(list(same))) for g, same in itertools.groupby(groups)]
+
+
+def joined(runs: Sequence[tuple[Group, int]]) -> Groups:
+    """Returns the groups that runs stand for."""
+    return tuple(g for g, n in runs for _ in range(n))
+
+
+def _ends(groups: Groups) -> list[int]:
+    """Returns the first and last position of every run."""
+    out, at = [], 0
+    for _, n in runs_of(groups):
+        out += [at, at + n - 1]
+        at += n
+    return list(dict.fromkeys(out))
 
 
 def micro_of(outline: Outline, alike: bool) -> Micro:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from hetjax.passes.search.evaluator import Cutter, Evaluator
@@ -145,6 +146,16 @@ class View:
             best = sum(p.devices * paces[p.pool] for p in group.parts)
             found = self._efficiency[group] = self.rates.rate(group) / best if best > 0 else 0.0
         return found
+
+    @functools.cached_property
+    def speed(self) -> float:
+        """Returns weighted examples per second that all devices could do at best, apart."""
+        paces, limit = self.rates.paces[0], self.problem.device_limit
+        total = 0.0
+        for pace, pool in sorted(zip(paces, self.problem.pools), key=lambda x: -x[0]):
+            n = min(limit, pool.devices)
+            total, limit = total + n * pace, limit - n
+        return total
 
     def likely_stages(self, micro: Micro) -> int:
         """Returns about how many stages a plan with this division may have."""

@@ -143,7 +143,7 @@ def test_balanced_cuts_leave_no_better_longest_stage():
             for first in moves.groups(micro, (), False)[:4]:
                 for second in moves.groups(micro, (first,), False)[:4]:
                     groups = (first, second)
-                    edges, longest = balanced(judge, micro.num_microbatches, groups, 0)
+                    _, edges, longest = balanced(judge, micro.num_microbatches, [[g] for g in groups], 0)
                     every = [
                         max(w[e[s + 1]] - w[e[s]] for s, g in enumerate(groups) for w in judge.works(g))
                         for e in moves.edges(2)
