@@ -91,6 +91,7 @@ class CostedTable:
         self.name = name
         self.costs = tuple(layers)
         self.layers = tuple(c.name for c in layers)
+        self._nameless = tuple(dataclasses.replace(c, name="") for c in layers)
         self.output_bytes = tuple(c.output_bytes for c in layers)
         self.gathered_bytes = tuple(c.gathered_bytes for c in layers)
         self.routed_bytes = tuple(c.routed_bytes for c in layers)
@@ -103,8 +104,9 @@ class CostedTable:
         self._hosts = _hosts(cluster)
         self.times = functools.lru_cache(maxsize=4096)(self._times)
         self.sizes = functools.lru_cache(maxsize=64)(self._sizes)
+        self.tensors = functools.lru_cache(maxsize=64)(self._tensors)
 
-    def tensors(self, kind: str) -> tuple[int, ...]:
+    def _tensors(self, kind: str) -> tuple[int, ...]:
         """Returns powers of two up to what the model allows and twice a node holds."""
         most = min(self.max_tensor, 2 * self._hosts[kind].per_node)
         return tuple(1 << i for i in range(most.bit_length()) if 1 << i <= most)
@@ -116,14 +118,17 @@ class CostedTable:
         forward, backward, update = [], [], []
         device, curve = self._kinds[kind], self._efficiency.get(kind)
         levels = self._tensor_levels(kind, tensor)
-        for cost in self.costs:
-            seconds, backward_s = self._compute_s(device, cost, tensor, share, curve)
-            # Each sum of a forward has its counterpart in the backward.
-            sum_s = levels_price_s("all-reduce", levels, tensor, share * cost.gathered_bytes)
-            forward.append(seconds + sum_s)
-            backward.append(backward_s + sum_s)
-            moved = _UPDATE_READS * sum(self.state_bytes) / 4 * cost.parameters / tensor
-            update.append(op_price(device, 0.0, moved, "f32", product=False, efficiency=curve).seconds)
+        known: dict[LayerCost, tuple[float, float, float]] = {}  # a model repeats its blocks
+        for cost in self._nameless:
+            if cost not in known:
+                seconds, backward_s = self._compute_s(device, cost, tensor, share, curve)
+                # Each sum of a forward has its counterpart in the backward.
+                sum_s = levels_price_s("all-reduce", levels, tensor, share * cost.gathered_bytes)
+                moved = _UPDATE_READS * sum(self.state_bytes) / 4 * cost.parameters / tensor
+                update_s = op_price(device, 0.0, moved, "f32", product=False, efficiency=curve).seconds
+                known[cost] = (seconds + sum_s, backward_s + sum_s, update_s)
+            for times, seconds in zip((forward, backward, update), known[cost]):
+                times.append(seconds)
         return LayerTimes(tuple(forward), tuple(backward), tuple(update))
 
     def _compute_s(

@@ -17,7 +17,7 @@ _JUST_BELOW = 1.0 - 1e-9
 
 
 def balanced(
-    judge: Judge, m: int, choices: Sequence[Sequence[Group]], in_flight: int | None = None
+    judge: Judge, m: int, choices: Sequence[Sequence[Group]], in_flight: int | Sequence[int] | None = None
 ) -> tuple[Groups, Edges | None, float]:
     """Returns the groups and edges with the least longest stage, and how long that stage takes.
 
@@ -29,8 +29,8 @@ def balanced(
       judge: for times and bytes.
       m: microbatches.
       choices: per stage, the groups it may be, those preferred first.
-      in_flight: activations every stage must have room for; None for what the judge asks of each, 0 to
-        leave memory out of account.
+      in_flight: activations every stage must have room for; one number for all, None for what the judge
+        asks of each, 0 to leave memory out of account.
 
     Returns:
       (groups, edges, seconds of the slowest stage for one microbatch); ((), None, inf) where no edges fit in
@@ -39,7 +39,10 @@ def balanced(
     num, stages = judge.problem.num_layers, len(choices)
     if stages > num:
         return (), None, INF
-    held = [in_flight or judge.in_flight(s, stages, m) for s in range(stages)]
+    if isinstance(in_flight, int) or in_flight is None:
+        held = [in_flight or judge.in_flight(s, stages, m) for s in range(stages)]
+    else:
+        held = list(in_flight)
     ways: list[list[Way]] = [
         [(judge.works(g), () if in_flight == 0 else judge.rooms(g, k)) for g in groups]
         for groups, k in zip(choices, held)

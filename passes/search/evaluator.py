@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -14,6 +15,8 @@ from hetjax.passes.search.judge import INF, Edges, Groups, Judge, pipeline_s
 from hetjax.passes.search.moves import with_options
 from hetjax.passes.search.space import PLAIN, SHARDINGS, Group, Micro, Options, Outline
 
+# Of more shifted edges than these the more promising half of so many are judged.
+_NEAR = 24
 # An incumbent must be beaten by more than rounding.
 _EPS = 1e-12
 
@@ -210,8 +213,8 @@ class Cutter:
         """Returns the groups with options, and edges, that are worth a look; none where nothing fits.
 
         These are the options and edges with the shortest period that leave room for as many activations as
-        a pipeline wants, those that leave room for one, and the same with a compressed exchange of
-        gradients. Stages recompute one by one, as their memory asks.
+        hide the links, as a pipeline without links wants, and for one; and the same with a compressed
+        exchange of gradients. Stages recompute one by one, as their memory asks.
         """
         key = (m, groups)
         found = self._plans.get(key)
@@ -226,7 +229,7 @@ class Cutter:
             outfits = [tuple(self._alternatives(g, o) for g in groups) for o in self._rests]
         seen = set()
         exchanges = ("dense", "compressed") if len(outfits) > 1 and self.problem.compressed else ("",)
-        wanted = (None,) if judge.fixed_memory else (None, 1)
+        wanted = (None,) if judge.fixed_memory else (self._hiding(m, groups), None, 1)
         for in_flight, exchange in itertools.product(wanted, exchanges):
             best: tuple[Groups, Edges] | None = None
             least_s = INF
@@ -247,6 +250,15 @@ class Cutter:
             if (outfit, edges) not in seen:
                 seen.add((outfit, edges))
                 yield outfit, edges
+
+    def _hiding(self, m: int, groups: Groups) -> tuple[int, ...]:
+        """Returns the activations each stage should have room for, so that the links after it are hidden."""
+        judge, period_s = self.evaluator.judge, max(1e-12, self.period_s(m, groups))
+        held, links_s, stages = [1], 0.0, len(groups)
+        for s in range(stages - 2, -1, -1):
+            links_s += judge.least_crossing_s(groups[s], groups[s + 1])
+            held.append(min(m, stages - s + math.ceil(links_s / period_s - 1e-9)))
+        return tuple(reversed(held))
 
     @staticmethod
     def _exchanges(groups: Groups) -> list[Options]:
@@ -277,12 +289,17 @@ class Cutter:
         improved = True
         while improved:
             improved = False
+            near = []
             for other in shifts(edges):
                 longest = max([
                     w[other[s + 1]] - w[other[s]] for s, work in enumerate(works) for w in work
                 ])  # fmt: skip
-                if m * longest * factor >= value:
-                    continue
+                if m * longest * factor < value:
+                    near.append(other)
+            if len(near) > _NEAR:  # long pipelines have many; the closed form tells the promising ones
+                bounds = {e: self.evaluator.judge.bound_s(m, groups, e) for e in near}
+                near = sorted(near, key=bounds.__getitem__)[: _NEAR // 2]
+            for other in near:
                 found = self.evaluator.value(m, groups, other)
                 if found < value * (1 - _EPS):
                     edges, value, improved = other, found, True

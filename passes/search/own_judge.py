@@ -40,6 +40,8 @@ from hetjax.passes.simulator_fast import ends_of, finish_s, tables, warmup_ops
 
 # What the driver, collective libraries and fragmentation leave of a device's memory.
 USABLE = 0.92
+# Up to so many operations of a step its lower bound is asked with all its windows.
+_MOST_WINDOWS = 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class OwnJudge:
         self.problem = problem
         self.sync_each = sync_each
         self._tables: dict[Group, tuple[PartTable, ...] | None] = {}
+        self._parts: dict[tuple, PartTable | None] = {}
         self._rooms: dict[tuple[Group, int], tuple[Room, ...]] = {}
         self._stages: dict[tuple[Group, int, int], Stage] = {}
         self._crossings: dict[tuple[Group, Group, int], Crossing] = {}
@@ -202,10 +205,23 @@ class OwnJudge:
         found = self._estimated.get(costs)
         if found is None:
             window, m = _window(costs), costs.num_microbatches
-            ends = [self._simulate(_shortened(costs, k * window))[0] for k in (1, 2)]
-            pace_s = max((ends[1] - ends[0]) / window, shortest_period_s(costs))
-            found = self._estimated[costs] = ends[1] + (m - 2 * window) * pace_s
+            first_s, warmups = self._simulate(_shortened(costs, window))
+            twice = _shortened(costs, 2 * window)
+            # What held as many as it could may hold more where there is more.
+            wanted = tuple([2 * window if k >= window else k for k in warmups])
+            second = self._by_warmups(twice, wanted) if wanted else None
+            if second is None:
+                return INF
+            pace_s = max((second - first_s) / window, shortest_period_s(costs))
+            found = self._estimated[costs] = second + (m - 2 * window) * pace_s
         return found
+
+    @staticmethod
+    def _by_warmups(costs: PipelineCosts, warmups: Sequence[int]) -> float | None:
+        """Returns the seconds of the 1F1B pattern with these warm-ups, as far as memory allows; None for a deadlock."""
+        table = tables(costs, False)
+        ends = ends_of(warmup_ops(table, _allowed(costs, warmups)), table)
+        return None if ends is None else finish_s(ends, costs)
 
     def costs(self, m: int, groups: Groups, edges: Edges) -> PipelineCosts | None:
         """Returns a plan as plain numbers, or None where it does not fit."""
@@ -230,18 +246,13 @@ class OwnJudge:
         found = self._simulated.get(costs)
         if found is not None:
             return found
-        table = tables(costs, False)
-        limits = costs.max_in_flight or ()
         stages = costs.num_stages
         plain = [stages - s for s in range(stages)]
         best: tuple[float, tuple[int, ...]] | None = None
         for wanted in (virtual_warmups(costs), plain, [2 * k - 1 for k in plain]):
-            warmups = tuple(map(min, wanted, limits))
-            ends = ends_of(warmup_ops(table, warmups), table)
-            if ends is not None:
-                seconds = finish_s(ends, costs)
-                if best is None or seconds < best[0] * (1 - 1e-12):
-                    best = (seconds, warmups)
+            seconds = self._by_warmups(costs, wanted)
+            if seconds is not None and (best is None or seconds < best[0] * (1 - 1e-12)):
+                best = (seconds, _allowed(costs, wanted))
         found = self._simulated[costs] = best or (INF, ())
         return found
 
@@ -273,7 +284,10 @@ class OwnJudge:
             c.serialisation_s + c.latency_s
             for c in (self._crossing(a, b, edges[s + 1]) for s, (a, b) in enumerate(itertools.pairwise(groups)))
         ]  # fmt: skip
-        bound_s = INF if costs is None else lower_bound(costs).lower_s
+        bound_s = INF
+        if costs is not None:  # its windows take long where there are many
+            short = m * len(groups) <= _MOST_WINDOWS
+            bound_s = lower_bound(costs).lower_s if short else self.bound_s(m, groups, edges)
         return Report(
             seconds, bound_s, "virtual-1f1b", warmups, tuple(stages), tuple(crossing_s), tuple(problems)
         )
@@ -424,9 +438,19 @@ class OwnJudge:
 
     def _group(self, group: Group) -> tuple[PartTable, ...] | None:
         if group not in self._tables:
-            found = [self._part(group, p) for p in group.parts]
+            found = [self._part_of(group, p) for p in group.parts]
             self._tables[group] = None if None in found else tuple(found)  # type: ignore[arg-type]
         return self._tables[group]
+
+    def _part_of(self, group: Group, part: Part) -> PartTable | None:
+        options = group.options
+        # Without state or experts apart it is all the same how many fellows there are, and where.
+        fellows = group.parts if options.sharding == "all" or options.experts > 1 else ()
+        among = group.replicas if options.sharding != "none" else 0
+        key = (part.pool, part.tensor, part.share, options, among, fellows)
+        if key not in self._parts:
+            self._parts[key] = self._part(group, part)
+        return self._parts[key]
 
     def _part(self, group: Group, part: Part) -> PartTable | None:
         table, pool = self.problem.table, self.problem.pools[part.pool]
@@ -487,10 +511,15 @@ class OwnJudge:
         )  # fmt: skip
 
 
+def _allowed(costs: PipelineCosts, warmups: Sequence[int]) -> tuple[int, ...]:
+    """Returns warm-ups cut to what memory allows; a stage that waits for more than reach it would wait for ever."""
+    return tuple(itertools.accumulate(map(min, warmups, costs.max_in_flight or warmups), min))
+
+
 def _window(costs: PipelineCosts) -> int:
     """Returns how many microbatches fill a pipeline and its links well."""
     waits = 2 * sum(costs.link_s) / shortest_period_s(costs)
-    return 2 * (costs.num_stages + math.ceil(waits)) + 4
+    return costs.num_stages + math.ceil(waits) + 8
 
 
 def _shortened(costs: PipelineCosts, m: int) -> PipelineCosts:

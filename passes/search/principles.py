@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hetjax.ir.errors import PlanError
 from hetjax.ir.suggest import nearest
+from hetjax.passes.search.judge import INF
 from hetjax.passes.search.moves import State
 from hetjax.passes.search.space import Group, Micro
 
@@ -61,6 +62,12 @@ def _examples_enough(view: View, micro: Micro) -> float:
     if here is None:
         return 0.0
     return max((h / b for h, b in zip(here, best) if b > 0), default=0.0) ** 2
+
+
+def _sketched(view: View, micro: Micro) -> float:
+    if micro.replicas:
+        return 1.0
+    return max(1e-3, view.quickest_sketch_s / view.sketch(micro).seconds) ** 2 if view.quickest_sketch_s < INF else 1.0
 
 
 # Decisions about the devices of a stage, whatever comes before.
@@ -166,6 +173,7 @@ def _work_by_speed(view: View, state: State, edges: tuple[int, ...]) -> float:
 PRINCIPLES: tuple[Principle, ...] = (
     Principle("enough-microbatches", "prefer as many microbatches as leave a small bubble", "micro", _enough_microbatches),
     Principle("enough-examples", "prefer microbatches at which the devices work well", "micro", _examples_enough, "no profile has this microbatch"),
+    Principle("sketched", "prefer divisions of which a sketch of the whole plan is quick", "micro", _sketched),
     Principle("no-dense-over-slow", "dense collectives do not cross a slow link", "group", _no_dense_over_slow, "its replicas would exchange dense gradients over a slow link"),
     Principle("no-dense-over-slow", "dense collectives do not cross a slow link", "options", _dense_at_home, "its replicas would exchange dense gradients over a slow link"),
     Principle("tensor-in-node", "tensor parallelism stays inside a node, the more so the slower the way out", "group", _tensor_in_node),

@@ -98,6 +98,8 @@ class TreeSearch:
         self.refiner = refiner
         self.nodes: dict[State, Node] = {}
         self._visits = self._idle = 0
+        self._first_visits = min(_FIRST_VISITS, 2 * len(view.moves.micros))
+        self._seen: set[Micro] = set()
         self._twins = view.judge.twins()
         self._best_of: dict[Micro, float] = {}
         self._wheels: dict[int, tuple[tuple[Group, ...], list[Group], list[float]]] = {}
@@ -112,14 +114,14 @@ class TreeSearch:
         while not self.root.closed:
             self.evaluator.check()
             before = self.evaluator.evaluations
+            self._visits += 1
             self.step()
             self._idle = 0 if self.evaluator.evaluations > before else self._idle + 1
             if self._idle > _MOST_IDLE:
                 return
             if self.refiner is not None:
                 drawn = self.evaluator.evaluations - before
-                self._visits += 1
-                if self._visits > min(_FIRST_VISITS, 2 * len(self.view.moves.micros)):
+                if self._visits > self._first_visits:
                     self.refiner.work(_REFINEMENT * (1 + drawn))
 
     def step(self) -> None:
@@ -292,6 +294,9 @@ class TreeSearch:
             micro = self._draw([(m, view.weigh("micro", m)[0]) for m in view.moves.micros])
             if micro is None:
                 return INF
+        if not groups and pending is None and micro not in self._seen:
+            self._seen.add(micro)
+            return self._likeliest(micro)
         if state.edges is not None:
             return self.evaluator.value(micro.num_microbatches, groups, state.edges)
         if state.finished:
@@ -312,6 +317,18 @@ class TreeSearch:
             pending = self._draw_group(now)
             if pending is None:
                 break
+        return best
+
+    def _likeliest(self, micro: Micro) -> float:
+        """Returns the value of the plan that a sketch of the division gives, pools in the likeliest order."""
+        best, groups = INF, ()
+        waiting = list(self.view.sketch(micro).fillings)
+        while waiting:
+            state = State(micro, groups)
+            likely = max(waiting, key=lambda f: self.view.weigh_next(state, f[0])[0])  # noqa: B023
+            waiting.remove(likely)
+            groups = (*groups, *[likely[0]] * likely[1])
+            best = min(best, self.complete(micro, groups))
         return best
 
     def _draw_group(self, state: State) -> Group | None:
@@ -350,7 +367,9 @@ class TreeSearch:
     def complete(self, micro: Micro, groups: tuple[Group, ...]) -> float:
         """Returns the value of the best plan with these groups that is worth a look."""
         best, before = self.evaluator.best, self._best_of.get(micro, INF)
-        value = self.view.look(micro, groups, 1.1 * best, best)
+        # The first plans are looked at in passing: they only show which divisions are worth more.
+        climb_below = 1.1 * best if self._visits > self._first_visits else 0.0
+        value = self.view.look(micro, groups, climb_below, best)
         if value < before:
             self._best_of[micro] = value
         # A plan is worth a climb when it leads its division of the batch.

@@ -11,6 +11,7 @@ from hetjax.passes.search.judge import INF, pipeline_s
 from hetjax.passes.search.moves import Moves, State
 from hetjax.passes.search.principles import SLOW, Principle, active
 from hetjax.passes.search.rates import Rates
+from hetjax.passes.search.sketch import Sketch, make_sketch
 from hetjax.passes.search.space import Group, Micro
 
 
@@ -58,6 +59,7 @@ class View:
         self._efficiency: dict[Group, float] = {}
         self._chains: dict[Micro, float] = {}
         self._facts: dict[Group, Facts] = {}
+        self._sketches: dict[Micro, Sketch] = {}
         self._weights: dict[Group, tuple[float, str]] = {}
 
     def weigh(self, decides: str, *decision: object) -> tuple[float, str]:
@@ -161,7 +163,21 @@ class View:
         """Returns about how many stages a plan with this division may have."""
         if micro.replicas:
             return max(1, min(self.problem.stage_limit, self.problem.device_limit // (2 * micro.replicas)))
-        return max(1, min(self.problem.stage_limit, len(self.problem.pools)))
+        return max(1, min(self.problem.stage_limit, self.sketch(micro).stages))
+
+    def sketch(self, micro: Micro) -> Sketch:
+        """Returns about how fast a division can be, and with which stages."""
+        found = self._sketches.get(micro)
+        if found is None:
+            ideal_s = micro.examples * self.rates.total / max(1e-300, self.speed)
+            found = self._sketches[micro] = make_sketch(
+                self.judge, self.moves, micro, ideal_s, lambda g: self.weigh_group(g)[0] > 0
+            )
+        return found
+
+    @functools.cached_property
+    def quickest_sketch_s(self) -> float:
+        return min((self.sketch(m).seconds for m in self.moves.micros), default=INF)
 
     def bound(self, state: State) -> float:
         """Returns a value that no plan with these decisions falls below."""
