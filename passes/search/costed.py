@@ -91,7 +91,10 @@ class CostedTable:
         self.name = name
         self.costs = tuple(layers)
         self.layers = tuple(c.name for c in layers)
-        self._nameless = tuple(dataclasses.replace(c, name="") for c in layers)
+        # A model repeats its blocks: each sort of layer is priced once.
+        nameless = [dataclasses.replace(c, name="") for c in layers]
+        self._sorts = tuple(dict.fromkeys(nameless))
+        self._sort = tuple(self._sorts.index(c) for c in nameless)
         self.output_bytes = tuple(c.output_bytes for c in layers)
         self.gathered_bytes = tuple(c.gathered_bytes for c in layers)
         self.routed_bytes = tuple(c.routed_bytes for c in layers)
@@ -118,18 +121,15 @@ class CostedTable:
         forward, backward, update = [], [], []
         device, curve = self._kinds[kind], self._efficiency.get(kind)
         levels = self._tensor_levels(kind, tensor)
-        known: dict[LayerCost, tuple[float, float, float]] = {}  # a model repeats its blocks
-        for cost in self._nameless:
-            if cost not in known:
-                seconds, backward_s = self._compute_s(device, cost, tensor, share, curve)
-                # Each sum of a forward has its counterpart in the backward.
-                sum_s = levels_price_s("all-reduce", levels, tensor, share * cost.gathered_bytes)
-                moved = _UPDATE_READS * sum(self.state_bytes) / 4 * cost.parameters / tensor
-                update_s = op_price(device, 0.0, moved, "f32", product=False, efficiency=curve).seconds
-                known[cost] = (seconds + sum_s, backward_s + sum_s, update_s)
-            for times, seconds in zip((forward, backward, update), known[cost]):
-                times.append(seconds)
-        return LayerTimes(tuple(forward), tuple(backward), tuple(update))
+        for cost in self._sorts:
+            seconds, backward_s = self._compute_s(device, cost, tensor, share, curve)
+            # Each sum of a forward has its counterpart in the backward.
+            sum_s = levels_price_s("all-reduce", levels, tensor, share * cost.gathered_bytes)
+            forward.append(seconds + sum_s)
+            backward.append(backward_s + sum_s)
+            moved = _UPDATE_READS * sum(self.state_bytes) / 4 * cost.parameters / tensor
+            update.append(op_price(device, 0.0, moved, "f32", product=False, efficiency=curve).seconds)
+        return LayerTimes(*(tuple([row[i] for i in self._sort]) for row in (forward, backward, update)))
 
     def _compute_s(
         self, device: DeviceKind, cost: LayerCost, tensor: int, share: int, curve: Efficiency | None

@@ -6,9 +6,6 @@ import dataclasses
 
 from hetjax.passes.search.costed import LayerCost
 
-# Matrix products of a block: query, key, value, out, gate, up, down, and two of the attention.
-_PRODUCTS = 9
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoder:
@@ -41,22 +38,28 @@ DECODER_70B = Decoder("decoder-70b", 80, 8192, 64, 8, 28672, 128256, 4096)
 
 
 def decoder_layers(shape: Decoder) -> tuple[LayerCost, ...]:
-    """Returns the embedding, the blocks and the head, for one example.
+    """Returns the embedding, the two halves of every block, and the head, for one example.
 
-    A block multiplies each token with each of its parameters (2 FLOPs each) and attends causally
-    (2 tokens**2 * hidden FLOPs, the half of what full attention takes). With attention that keeps no
-    scores it keeps, per token, the inputs of both norms, their outputs, query, key, value, the attention's
-    output, gate, up and their product; the first four of these lie whole on every tensor-parallel device.
+    Each half multiplies each token with each of its parameters (2 FLOPs each); the attention attends causally
+    (2 * tokens**2 * hidden FLOPs, the half of what full attention takes). With attention that keeps no
+    scores a block keeps, per token, the inputs of both norms and their outputs, which lie whole on every
+    tensor-parallel device; query, key, value and the attention's output; gate, up and their product.
     """
     s, h, n = shape.tokens, shape.hidden, shape.itemsize
     keys = h * shape.kv_heads // shape.heads
-    weights = 2 * h * (h + keys) + 3 * h * shape.ffn
-    stored = n * s * (6 * h + 2 * keys + 3 * shape.ffn)
     out = n * s * h
-    block = LayerCost(
-        "block", flops=2.0 * weights * s + 2.0 * s * s * h, traffic_bytes=2.0 * stored, parameters=weights + 2 * h,
-        stored_bytes=float(stored), replicated_bytes=4.0 * out, output_bytes=out, gathered_bytes=2.0 * out,
-        products=_PRODUCTS,
+    weights = 2 * h * (h + keys)
+    kept = n * s * (4 * h + 2 * keys)
+    attention = LayerCost(
+        "attention", flops=2.0 * weights * s + 2.0 * s * s * h, traffic_bytes=2.0 * kept, parameters=weights + h,
+        stored_bytes=float(kept), replicated_bytes=2.0 * out, output_bytes=out, gathered_bytes=float(out),
+        products=6,
+    )  # fmt: skip
+    weights = 3 * h * shape.ffn
+    kept = n * s * (2 * h + 3 * shape.ffn)
+    mlp = LayerCost(
+        "mlp", flops=2.0 * weights * s, traffic_bytes=2.0 * kept, parameters=weights + h, stored_bytes=float(kept),
+        replicated_bytes=2.0 * out, output_bytes=out, gathered_bytes=float(out), products=3,
     )  # fmt: skip
     embed = LayerCost(
         "embed", flops=0.0, traffic_bytes=2.0 * out, parameters=shape.vocab * h, stored_bytes=4.0 * s,
@@ -68,5 +71,9 @@ def decoder_layers(shape: Decoder) -> tuple[LayerCost, ...]:
         "head", flops=2.0 * s * h * shape.vocab, traffic_bytes=2.0 * logits, parameters=shape.vocab * h + h,
         stored_bytes=logits + 2.0 * out, replicated_bytes=2.0 * out, output_bytes=4, gathered_bytes=float(out),
     )  # fmt: skip
-    blocks = [dataclasses.replace(block, name=f"block{i}") for i in range(shape.blocks)]
-    return (embed, *blocks, head)
+    halves = [
+        dataclasses.replace(half, name=f"block{i}.{half.name}")
+        for i in range(shape.blocks)
+        for half in (attention, mlp)
+    ]
+    return (embed, *halves, head)

@@ -101,6 +101,7 @@ class Moves:
         self._left: dict[tuple[Group, ...], tuple[int, ...]] = {(): self._unused(())}
         self._most: dict[tuple[tuple[Group, ...], Group], int] = {}
         self._by_left: dict[tuple[Micro, tuple[int, ...], bool], tuple[Group, ...]] = {}
+        self._seconds: dict[tuple[int, int, int], float] = {}
         self.micros = micros(problem)
 
     def left(self, groups: tuple[Group, ...]) -> tuple[int, ...]:
@@ -249,12 +250,28 @@ class Moves:
                 yield Group((Part(*a, n, share), Part(*b, micro.replicas - n, share)))
             return
         for share_a in self._some_shares(micro, *a):
-            for share_b in self._some_shares(micro, *b):
+            for share_b in self._beside(micro, a, share_a, b):
                 most = min(room_a, (micro.examples - share_b) // share_a)
                 for n in _counts(1, most, micro.examples // share_a):
                     rest = micro.examples - n * share_a
                     if rest % share_b == 0 and 0 < rest // share_b <= room_b:
                         yield Group((Part(*a, n, share_a), Part(*b, rest // share_b, share_b)))
+
+    def _beside(self, micro: Micro, a: tuple[int, int], share_a: int, b: tuple[int, int]) -> list[int]:
+        """Returns the shares of replicas beside others; of many, those two that take about as long."""
+        shares = self._some_shares(micro, *b)
+        if micro.examples <= FINE or len(shares) <= 2:
+            return shares
+        wanted = self._layer_s(*a, share_a)
+        return sorted(shares, key=lambda s: abs(math.log((self._layer_s(*b, s) or 1e9) / (wanted or 1e9))))[:2]
+
+    def _layer_s(self, pool: int, tensor: int, share: int) -> float:
+        """Returns the seconds of all layers of one replica, 0 where there are no numbers."""
+        key = (pool, tensor, share)
+        if key not in self._seconds:
+            times = self.problem.table.times(self.problem.pools[pool].kind, tensor, share)
+            self._seconds[key] = sum(times.forward_s) + sum(times.backward_s) if times else 0.0
+        return self._seconds[key]
 
     def _some_shares(self, micro: Micro, pool: int, tensor: int) -> list[int]:
         shares = self._shares(pool, tensor)

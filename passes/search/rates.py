@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 from collections.abc import Sequence
 
 from hetjax.passes.search.judge import INF, Judge
@@ -14,10 +13,10 @@ from hetjax.passes.search.space import Group, Micro, single_parts
 class Rates:
     """Best speeds of one problem under one judge.
 
-    Layers weigh w_l: the least, over device kinds, degrees and shares, of a layer's seconds over those of
-    the usual layer there. Any weights make a bound; with these, no layer that a kind happens to do well
-    makes all of it look fast. In T seconds of a stage's time a group finishes at most T * rate of weighted
-    examples, with
+    Layers weigh w_l. Any weights make a bound; tried are the shapes that layers have on the best part of
+    each pool, and the least of the shapes on any part, which keeps a layer that some kind happens to do well
+    from making all of it look fast. Those with the largest bound are taken. In T seconds of a stage's time a
+    group finishes at most T * rate of weighted examples, with
 
       rate = examples * max_l w_l / t_l                               t_l: its seconds for layer l
 
@@ -33,24 +32,44 @@ class Rates:
         self.problem = judge.problem
         self._rates: dict[Group, float] = {}
         self._layers: dict[Group, float] = {}
+        self._chains: dict[int, float] = {}
+        self._single = [
+            (part, group)
+            for pool in range(len(self.problem.pools))
+            for part in single_parts(self.problem, pool)
+            if judge.known(group := Group((part,)))
+        ]
         self._weights = self._layer_weights()
         self.total = sum(self._weights)
 
     def _layer_weights(self) -> list[float]:
         layers = self.problem.num_layers
-        weights: list[float] | None = None
-        for pool in range(len(self.problem.pools)):
-            for part in single_parts(self.problem, pool):
-                group = Group((part,))
-                if not self.judge.known(group):
-                    continue
-                work = self.judge.works(group)[0]
-                times = [b - a for a, b in itertools.pairwise(work)]
-                usual = statistics.median(times) or max(times)
-                if usual > 0:
-                    shape = [t / usual for t in times]
-                    weights = shape if weights is None else list(map(min, weights, shape))
-        return weights or [1.0] * layers
+        rows = [[b - a for a, b in itertools.pairwise(self.judge.works(g)[0])] for _, g in self._single]
+        if not rows:
+            return [1.0] * layers
+        # Layers alike on all parts are one column.
+        columns = list(zip(*rows))
+        sorts = list(dict.fromkeys(columns))
+        sort, count = [sorts.index(c) for c in columns], [columns.count(c) for c in sorts]
+        table = [list(r) for r in zip(*sorts)]
+        totals = [sum(n * t for n, t in zip(count, r)) for r in table]
+        best: dict[int, tuple[float, int]] = {}
+        for i, (part, _) in enumerate(self._single):
+            pace = part.share / part.tensor / max(1e-300, totals[i])
+            best[part.pool] = max(best.get(part.pool, (0.0, 0)), (pace, i))
+        shapes = [[t / max(1e-300, total) for t in r] for r, total in zip(table, totals)]
+        tried = [list(map(min, zip(*shapes))), *(shapes[i] for _, i in best.values())]
+
+        def bound(weights: list[float]) -> float:
+            paces: dict[int, float] = {}
+            for (part, _), times in zip(self._single, table):
+                most = max(w / max(t, 1e-12) for w, t in zip(weights, times))
+                paces[part.pool] = max(paces.get(part.pool, 0.0), most * part.share / part.tensor)
+            speed = sum(self.problem.pools[p].devices * pace for p, pace in paces.items())
+            return sum(n * w for n, w in zip(count, weights)) / max(1e-300, speed)
+
+        weights = max(tried, key=bound)
+        return [weights[i] * layers for i in sort]
 
     def rate(self, group: Group) -> float:
         """Returns weighted examples per second at most."""
@@ -69,13 +88,11 @@ class Rates:
         return found
 
     def layer_s(self, group: Group) -> float:
-        """Returns the seconds of a usual layer on the slowest part of a group."""
+        """Returns the seconds of the mean layer on the slowest part of a group."""
         found = self._layers.get(group)
         if found is None:
-            found = self._layers[group] = max(
-                statistics.median([b - a for a, b in itertools.pairwise(work)])
-                for work in self.judge.works(group)
-            )
+            slowest = max(work[-1] for work in self.judge.works(group))
+            found = self._layers[group] = slowest / self.problem.num_layers
         return found
 
     def chain_s(self, share: int) -> float:
@@ -84,14 +101,14 @@ class Rates:
         Args:
           share: of the parts; 0 for any.
         """
-        least = [INF] * self.problem.num_layers
-        for pool in range(len(self.problem.pools)):
-            for part in single_parts(self.problem, pool):
-                group = Group((part,))
-                if share in (0, part.share) and self.judge.known(group):
-                    work = self.judge.works(group)[0]
-                    least = [min(t, b - a) for t, (a, b) in zip(least, itertools.pairwise(work))]
-        return sum(least)
+        if share not in self._chains:
+            rows = [
+                [b - a for a, b in itertools.pairwise(self.judge.works(group)[0])]
+                for part, group in self._single
+                if share in (0, part.share)
+            ]
+            self._chains[share] = sum(map(min, zip(*rows))) if rows else INF
+        return self._chains[share]
 
     @functools.cached_property
     def paces(self) -> dict[int, tuple[float, ...]]:
@@ -99,15 +116,11 @@ class Rates:
         pools = range(len(self.problem.pools))
         shares: set[int] = {0}
         best: dict[tuple[int, int], float] = {}
-        for pool in pools:
-            for part in single_parts(self.problem, pool):
-                group = Group((part,))
-                if not self.judge.known(group):
-                    continue
-                pace = self.rate(group) / part.tensor
-                for share in (0, part.share):
-                    shares.add(share)
-                    best[share, pool] = max(best.get((share, pool), 0.0), pace)
+        for part, group in self._single:
+            pace = self.rate(group) / part.tensor
+            for share in (0, part.share):
+                shares.add(share)
+                best[share, part.pool] = max(best.get((share, part.pool), 0.0), pace)
         return {s: tuple(best.get((s, p), 0.0) for p in pools) for s in shares}
 
     def period_s(self, micro: Micro, groups: Sequence[Group], left: Sequence[int]) -> float:

@@ -1,16 +1,15 @@
 """About how fast a division of the batch can be, and with which stages: a relaxation solved in a moment.
 
 Every pool is filled with stages of one sort, T seconds are given to each stage for a microbatch, and a stage
-takes as many usual layers as T and its memory allow; where all layers are taken the step takes about
+takes as many mean layers as T and its memory allow; where all layers are taken the step takes about
 T * (M + stages - 1). The least of these over T and over the sorts is the sketch. It knows nothing of links,
-of layers unlike the usual one, of stages with unlike replicas: those are the search's.
+of layers unlike each other, of stages with unlike replicas: those are the search's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import statistics
+from collections.abc import Iterator, Sequence
 
 from hetjax.passes.search.judge import INF, Judge
 from hetjax.passes.search.moves import Moves, with_options
@@ -39,21 +38,36 @@ class Sketch:
         return sum(n for _, n in self.fillings)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Sort:
-    """Stages of one sort: seconds and bytes of a usual layer, how many stages there may be."""
+    """Stages of one sort: how many there may be, and how many mean layers each can take."""
 
-    group: Group
-    layer_s: float
-    state_bytes: float
-    kept_bytes: float
-    free_bytes: float
-    count: int
+    def __init__(self, judge: Judge, group: Group, count: int):
+        self.judge, self.group, self.count = judge, group, count
+        self.layer_s = _mean_layer_s(judge, group)
+        self._ways: list[tuple[float, float, float, float]] | None = None
 
     def layers(self, limit_s: float, in_flight: float) -> int:
-        by_time = limit_s / self.layer_s
-        by_memory = self.free_bytes / max(1.0, self.state_bytes + in_flight * self.kept_bytes)
-        return int(min(by_time, by_memory) + 1e-9)
+        """Returns how many layers a stage takes with the best of the options there are."""
+        if self._ways is None:
+            self._ways = list(self._options())
+        most = 0.0
+        for seconds, state, kept, free in self._ways:
+            most = max(most, min(limit_s / seconds, free / max(1.0, state + in_flight * kept)))
+        return int(most + 1e-9)
+
+    def _options(self) -> Iterator[tuple[float, float, float, float]]:
+        """Yields (seconds, bytes always there, bytes of a microbatch) of a mean layer and the bytes there are."""
+        judge, problem = self.judge, self.judge.problem
+        layers = problem.num_layers
+        for g in dict.fromkeys(with_options(problem, self.group, o) for o in (PLAIN, *problem.options)):
+            if judge.known(g):
+                (low, free), (high, _) = judge.rooms(g, 1)[0], judge.rooms(g, 2)[0]
+                kept = max(0.0, high[-1] - low[-1]) / layers
+                yield _mean_layer_s(judge, g), low[-1] / layers - kept, kept, free
+
+
+def _mean_layer_s(judge: Judge, group: Group) -> float:
+    return max(1e-300, max(w[-1] for w in judge.works(group)) / judge.problem.num_layers)
 
 
 def make_sketch(judge: Judge, moves: Moves, micro: Micro, ideal_s: float, allowed) -> Sketch:
@@ -69,61 +83,42 @@ def make_sketch(judge: Judge, moves: Moves, micro: Micro, ideal_s: float, allowe
     problem, m = judge.problem, micro.num_microbatches
     sorts: dict[int, list[_Sort]] = {}
     for g in moves.groups(micro, (), False):
-        if len(g.parts) == 1 and allowed(g):
-            sorts.setdefault(g.parts[0].pool, []).extend(_sorts(judge, g, moves.counts((), g)))
-    if not sorts:
-        return Sketch(INF, ())
-    first = next(iter(sorts.values()))[0]
-    work = judge.works(first.group)[0]
-    usual = statistics.median(b - a for a, b in itertools.pairwise(work))
-    need = work[-1] / usual if usual > 0 else problem.num_layers
+        if len(g.parts) == 1 and allowed(g) and (count := moves.counts((), g)):
+            sorts.setdefault(g.parts[0].pool, []).append(_Sort(judge, g, count))
     best = Sketch(INF, ())
-    for most in _MOST_STAGES:
-        some = {p: [s for s in found if s.count <= most] or found[-1:] for p, found in sorts.items()}
-        for step in range(_STEPS):
+    for most in _MOST_STAGES if sorts else ():
+        some = [[s for s in found if s.count <= most] for found in sorts.values()]
+        some = [found for found in some if found]
+        for step in range(_STEPS if some else 0):
             limit_s = ideal_s * _STEP**step
             if limit_s * m >= best.seconds:
                 break
-            found = _filled(some, limit_s, need, m, min(most, problem.stage_limit // len(some) + 1))
-            if found and limit_s * (m + sum(n for _, n in found) - 1) < best.seconds:
-                stages = sum(n for _, n in found)
-                if stages <= problem.stage_limit:
-                    best = Sketch(limit_s * (m + stages - 1), found)
+            held = min(m, max(1.0, min(most * len(some), problem.stage_limit) / 2))
+            found = _filled(some, limit_s, problem.num_layers, held)
+            stages = sum(n for _, n in found)
+            if 0 < stages <= problem.stage_limit and limit_s * (m + stages - 1) < best.seconds:
+                best = Sketch(limit_s * (m + stages - 1), found)
     return best
 
 
-def _sorts(judge: Judge, group: Group, count: int) -> list[_Sort]:
-    problem = judge.problem
-    layers = problem.num_layers
-    choices = dict.fromkeys(with_options(problem, group, o) for o in (PLAIN, *problem.options))
-    out = []
-    for g in choices:
-        if not judge.known(g):
-            continue
-        seconds = max(statistics.median(b - a for a, b in itertools.pairwise(w)) for w in judge.works(g))
-        state = kept = 0.0
-        free = INF
-        for (low, room), (high, _) in zip(judge.rooms(g, 1), judge.rooms(g, 2)):
-            kept = max(kept, (high[-1] - low[-1]) / layers)
-            state = max(state, (2 * low[-1] - high[-1]) / layers)
-            free = min(free, room)
-        if seconds > 0:
-            out.append(_Sort(group, seconds, max(0.0, state), max(0.0, kept), free, count))
-    return out
-
-
 def _filled(
-    sorts: dict[int, list[_Sort]], limit_s: float, need: float, m: int, most: int
+    sorts: Sequence[Sequence[_Sort]], limit_s: float, need: float, held: float
 ) -> tuple[tuple[Group, int], ...]:
     """Returns the stages that take all layers within a limit, those that take most first; () where none do."""
-    held = min(m, max(1.0, most * len(sorts) / 2))
     takes = []
-    for found in sorts.values():
-        layers = [(s.count * n, -s.count, n, s) for s in found if (n := s.layers(limit_s, held)) > 0]
-        if layers:
-            takes.append(max(layers, key=lambda x: x[:2]))
+    for found in sorts:
+        best = (0, 0, 0)
+        chosen = None
+        for s in sorted(found, key=lambda s: -s.count * int(limit_s / s.layer_s)):
+            if s.count * int(limit_s / s.layer_s) < best[0]:
+                break  # memory makes none better
+            n = s.layers(limit_s, held)
+            if (s.count * n, -s.count, n) > best and n:
+                best, chosen = (s.count * n, -s.count, n), s
+        if chosen is not None:
+            takes.append((best[2], chosen))
     out = []
-    for _, _, layers, sort in sorted(takes, key=lambda x: -x[2] / x[3].group.devices):
+    for layers, sort in sorted(takes, key=lambda x: -x[0] / x[1].group.devices):
         count = min(sort.count, -int(-need // layers)) if need > 0 else 0
         if count > 0:
             out.append((sort.group, count))
