@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from hetjax.ir.errors import PlanError
 from hetjax.passes.search.cuts import balanced, even
 from hetjax.passes.search.judge import INF, Edges, Groups, Judge, pipeline_s
-from hetjax.passes.search.moves import with_options
-from hetjax.passes.search.space import PLAIN, SHARDINGS, Group, Micro, Options, Outline
+from hetjax.passes.search.moves import dearness, with_options
+from hetjax.passes.search.space import PLAIN, Group, Micro, Options, Outline
 
 # Of more shifted edges than these the more promising half of so many are judged.
 _NEAR = 24
@@ -280,7 +280,7 @@ class Cutter:
     def _rests(self) -> tuple[Options, ...]:
         """Returns the choices of options, recomputation aside, those that cost least time first."""
         rests = (dataclasses.replace(o, recompute=False) for o in self.problem.options)
-        return tuple(sorted(dict.fromkeys((PLAIN, *rests)), key=_dearness))
+        return tuple(sorted(dict.fromkeys((PLAIN, *rests)), key=dearness))
 
     def climb(self, m: int, groups: Groups, edges: Edges, value: float) -> tuple[Edges, float]:
         """Returns edges that no shift of one edge, or of neighbouring edges together, makes better."""
@@ -320,14 +320,6 @@ def shifts(edges: Edges, reach: int = 1):
                     moved[i] += step
                 if moved[start - 1] < moved[start] and moved[start + length - 1] < moved[start + length]:
                     yield tuple(moved)
-
-
-def _dearness(options: Options) -> tuple[float, ...]:
-    """Returns a rank: about how much more time a stage with these options takes."""
-    return (
-        options.exchange != "dense", SHARDINGS.index(options.sharding) == 2, options.recompute,
-        SHARDINGS.index(options.sharding), options.experts, options.sequence,
-    )  # fmt: skip
 
 
 def distinct(groups: Groups) -> list[Group]:

@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from hetjax.passes.search.space import PLAIN, Group, Micro, Options, Part, Problem, fits
+from hetjax.passes.search.space import PLAIN, SHARDINGS, Group, Micro, Options, Part, Problem, fits
 
 # Up to so many replicas every way to divide them between two pools is a move of its own.
 FINE = 8
@@ -358,6 +358,14 @@ def with_options(problem: Problem, group: Group, options: Options) -> Group:
             options.exchange if problem.compressed and replicas > 1 else "dense",
         )
     )
+
+
+def dearness(options: Options) -> tuple[float, ...]:
+    """Returns a rank: about how much more time a stage with these options takes."""
+    return (
+        options.exchange != "dense", SHARDINGS.index(options.sharding) == 2, options.recompute,
+        SHARDINGS.index(options.sharding), options.experts, options.sequence,
+    )  # fmt: skip
 
 
 def _counts(low: int, high: int, whole: int) -> list[int]:

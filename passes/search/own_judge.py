@@ -476,8 +476,9 @@ class OwnJudge:
         if options.sequence:
             # Sums over tensor-parallel devices become a scatter and a gather; the backward gathers again.
             inner = (Level(part.tensor, self.inner(part.pool), 1),)
-            for i in layers:
-                backward[i] += levels_price_s("all-gather", inner, part.tensor, share * table.gathered_bytes[i] / 2)
+            for nbytes in dict.fromkeys(table.gathered_bytes):
+                gather_s = levels_price_s("all-gather", inner, part.tensor, share * nbytes / 2)
+                backward = [b + gather_s * (g == nbytes) for b, g in zip(backward, table.gathered_bytes)]
         if options.experts > 1:
             steps = self.levels(group.parts)
             for i in layers:

@@ -9,14 +9,16 @@ of layers unlike each other, of stages with unlike replicas: those are the searc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from hetjax.passes.search.judge import INF, Judge
-from hetjax.passes.search.moves import Moves, with_options
+from hetjax.passes.search.moves import Moves, dearness, with_options
 from hetjax.passes.search.space import PLAIN, Group, Micro
 
 # T is tried from the pace of all devices together upwards, in so many steps of so much.
 _STEPS, _STEP = 22, 1.05
+# Of the stages a pool may have, so many that would take most are asked for their memory.
+_MOST_SORTS = 8
 # Most stages of one pool: few large ones or many small ones.
 _MOST_STAGES = (1, 2, 4, 8, 16, 1 << 30)
 
@@ -44,33 +46,46 @@ class _Sort:
     def __init__(self, judge: Judge, group: Group, count: int):
         self.judge, self.group, self.count = judge, group, count
         self.layer_s = _mean_layer_s(judge, group)
-        self._ways: list[tuple[float, float, float, float]] | None = None
+        self._ways: list[tuple[float, float, float, float]] = []
+        options = sorted((PLAIN, *judge.problem.options), key=dearness)
+        self._untried = list(dict.fromkeys(with_options(judge.problem, group, o) for o in options))
+
+    def by_time(self, limit_s: float) -> int:
+        """Returns how many layers a stage takes if it has the memory."""
+        return int(limit_s / self.layer_s + 1e-9)
 
     def layers(self, limit_s: float, in_flight: float) -> int:
-        """Returns how many layers a stage takes with the best of the options there are."""
-        if self._ways is None:
-            self._ways = list(self._options())
-        most = 0.0
-        for seconds, state, kept, free in self._ways:
-            most = max(most, min(limit_s / seconds, free / max(1.0, state + in_flight * kept)))
-        return int(most + 1e-9)
+        """Returns how many layers a stage takes with the best of the options there are, cheap ones first."""
+        enough, most, at = self.by_time(limit_s), 0, 0
+        while most < enough:
+            if at == len(self._ways) and not self._look():
+                break
+            seconds, state, kept, free = self._ways[at]
+            most = max(most, int(min(limit_s / seconds, free / max(1.0, state + in_flight * kept)) + 1e-9))
+            at += 1
+        return most
 
-    def _options(self) -> Iterator[tuple[float, float, float, float]]:
-        """Yields (seconds, bytes always there, bytes of a microbatch) of a mean layer and the bytes there are."""
-        judge, problem = self.judge, self.judge.problem
-        layers = problem.num_layers
-        for g in dict.fromkeys(with_options(problem, self.group, o) for o in (PLAIN, *problem.options)):
+    def _look(self) -> bool:
+        """Notes seconds, bytes always there, bytes of a microbatch of a mean layer, and the bytes there are."""
+        judge = self.judge
+        layers = judge.problem.num_layers
+        while self._untried:
+            g = self._untried.pop(0)
             if judge.known(g):
                 (low, free), (high, _) = judge.rooms(g, 1)[0], judge.rooms(g, 2)[0]
                 kept = max(0.0, high[-1] - low[-1]) / layers
-                yield _mean_layer_s(judge, g), low[-1] / layers - kept, kept, free
+                self._ways.append((_mean_layer_s(judge, g), low[-1] / layers - kept, kept, free))
+                return True
+        return False
 
 
 def _mean_layer_s(judge: Judge, group: Group) -> float:
     return max(1e-300, max(w[-1] for w in judge.works(group)) / judge.problem.num_layers)
 
 
-def make_sketch(judge: Judge, moves: Moves, micro: Micro, ideal_s: float, allowed) -> Sketch:
+def make_sketch(
+    judge: Judge, moves: Moves, micro: Micro, ideal_s: float, allowed: Callable[[Group], bool], *, memory: bool
+) -> Sketch:
     """Returns the best sketch of a division.
 
     Args:
@@ -79,6 +94,7 @@ def make_sketch(judge: Judge, moves: Moves, micro: Micro, ideal_s: float, allowe
       micro: the division.
       ideal_s: seconds of a microbatch if all devices worked at their best.
       allowed: whether a group may be used.
+      memory: whether stages take no more than they can hold, which takes longer to find out.
     """
     problem, m = judge.problem, micro.num_microbatches
     sorts: dict[int, list[_Sort]] = {}
@@ -93,7 +109,9 @@ def make_sketch(judge: Judge, moves: Moves, micro: Micro, ideal_s: float, allowe
             limit_s = ideal_s * _STEP**step
             if limit_s * m >= best.seconds:
                 break
-            held = min(m, max(1.0, min(most * len(some), problem.stage_limit) / 2))
+            if sum(max(s.count * s.by_time(limit_s) for s in found) for found in some) < problem.num_layers:
+                continue
+            held = min(m, max(1.0, min(most * len(some), problem.stage_limit) / 2)) if memory else 0.0
             found = _filled(some, limit_s, problem.num_layers, held)
             stages = sum(n for _, n in found)
             if 0 < stages <= problem.stage_limit and limit_s * (m + stages - 1) < best.seconds:
@@ -102,17 +120,17 @@ def make_sketch(judge: Judge, moves: Moves, micro: Micro, ideal_s: float, allowe
 
 
 def _filled(
-    sorts: Sequence[Sequence[_Sort]], limit_s: float, need: float, held: float
+    sorts: Sequence[Sequence[_Sort]], limit_s: float, need: int, held: float
 ) -> tuple[tuple[Group, int], ...]:
     """Returns the stages that take all layers within a limit, those that take most first; () where none do."""
     takes = []
     for found in sorts:
         best = (0, 0, 0)
         chosen = None
-        for s in sorted(found, key=lambda s: -s.count * int(limit_s / s.layer_s)):
-            if s.count * int(limit_s / s.layer_s) < best[0]:
+        for s in sorted(found, key=lambda s: -s.count * s.by_time(limit_s))[:_MOST_SORTS]:
+            if s.count * s.by_time(limit_s) < best[0]:
                 break  # memory makes none better
-            n = s.layers(limit_s, held)
+            n = s.layers(limit_s, held) if held else s.by_time(limit_s)
             if (s.count * n, -s.count, n) > best and n:
                 best, chosen = (s.count * n, -s.count, n), s
         if chosen is not None:

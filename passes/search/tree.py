@@ -322,7 +322,7 @@ class TreeSearch:
     def _likeliest(self, micro: Micro) -> float:
         """Returns the value of the plan that a sketch of the division gives, pools in the likeliest order."""
         best, groups = INF, ()
-        waiting = list(self.view.sketch(micro).fillings)
+        waiting = list(self.view.sketch(micro, memory=True).fillings)
         while waiting:
             state = State(micro, groups)
             likely = max(waiting, key=lambda f: self.view.weigh_next(state, f[0])[0])  # noqa: B023

@@ -59,7 +59,7 @@ class View:
         self._efficiency: dict[Group, float] = {}
         self._chains: dict[Micro, float] = {}
         self._facts: dict[Group, Facts] = {}
-        self._sketches: dict[Micro, Sketch] = {}
+        self._sketches: dict[tuple[Micro, bool], Sketch] = {}
         self._weights: dict[Group, tuple[float, str]] = {}
 
     def weigh(self, decides: str, *decision: object) -> tuple[float, str]:
@@ -165,13 +165,13 @@ class View:
             return max(1, min(self.problem.stage_limit, self.problem.device_limit // (2 * micro.replicas)))
         return max(1, min(self.problem.stage_limit, self.sketch(micro).stages))
 
-    def sketch(self, micro: Micro) -> Sketch:
-        """Returns about how fast a division can be, and with which stages."""
-        found = self._sketches.get(micro)
+    def sketch(self, micro: Micro, memory: bool = False) -> Sketch:
+        """Returns about how fast a division can be, and with which stages; see `make_sketch`."""
+        found = self._sketches.get((micro, memory))
         if found is None:
             ideal_s = micro.examples * self.rates.total / max(1e-300, self.speed)
-            found = self._sketches[micro] = make_sketch(
-                self.judge, self.moves, micro, ideal_s, lambda g: self.weigh_group(g)[0] > 0
+            found = self._sketches[micro, memory] = make_sketch(
+                self.judge, self.moves, micro, ideal_s, lambda g: self.weigh_group(g)[0] > 0, memory=memory
             )
         return found
 
