@@ -21,7 +21,7 @@ def balanced(
 ) -> tuple[Groups, Edges | None, float]:
     """Returns the groups and edges with the least longest stage, and how long that stage takes.
 
-    A stage takes layers while a limit of time and its memory allow, in the way that lets it take most,
+    Counted is what a stage does in a step, exchange and update included, per microbatch. A stage takes layers while a limit of time and its memory allow, in the way that lets it take most,
     first to last; the later stages then have the least to do. The limit is lowered until some layer is
     left over, so no groups and edges beat the result.
 
@@ -30,7 +30,7 @@ def balanced(
       m: microbatches.
       choices: per stage, the groups it may be, those preferred first.
       in_flight: activations every stage must have room for; one number for all, None for what the judge
-        asks of each, 0 to leave memory out of account.
+        asks of each, 0 to leave memory out of account and count the cheapest options.
 
     Returns:
       (groups, edges, seconds of the slowest stage for one microbatch); ((), None, inf) where no edges fit in
@@ -44,7 +44,7 @@ def balanced(
     else:
         held = list(in_flight)
     ways: list[list[Way]] = [
-        [(judge.works(g), () if in_flight == 0 else judge.rooms(g, k)) for g in groups]
+        [(judge.step_works(m, g, least=in_flight == 0), () if in_flight == 0 else judge.rooms(g, k)) for g in groups]
         for groups, k in zip(choices, held)
     ]
     totals = [max([w[-1] for work, _ in way for w in work]) for way in ways]

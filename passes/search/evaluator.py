@@ -172,7 +172,7 @@ class Cutter:
         self.evaluator = evaluator
         self.problem = evaluator.problem
         self.by_speed = by_speed
-        self._periods: dict[Groups, float] = {}
+        self._periods: dict[tuple[int, Groups], float] = {}
         self._chains: dict[Groups, float] = {}
         self._plans: dict[tuple[int, Groups], tuple[tuple[Groups, Edges], ...]] = {}
         self._tight = evaluator.judge.fixed_memory and not self.problem.options
@@ -181,11 +181,11 @@ class Cutter:
         """Returns what a microbatch costs the slowest stage at least, whatever the options and cuts."""
         if self._tight:  # then m changes nothing either
             self.plans(m, groups)
-            return self._periods[groups]
+            return self._periods[0, groups]
         plain = tuple(g.with_options(PLAIN) for g in groups)
-        found = self._periods.get(plain)
+        found = self._periods.get((m, plain))
         if found is None:
-            found = self._periods[plain] = balanced(
+            found = self._periods[m, plain] = balanced(
                 self.evaluator.judge, m, tuple((g,) for g in plain), 0
             )[2]
         return found
@@ -207,6 +207,8 @@ class Cutter:
             chain_s += sum([judge.least_crossing_s(a, b) for a, b in itertools.pairwise(groups)])
             self._chains[groups] = chain_s
         seconds = pipeline_s(self.evaluator.judge, micro.num_microbatches, period_s, chain_s)
+        for a, b in itertools.pairwise(groups):
+            seconds = max(seconds, micro.num_microbatches * self.evaluator.judge.least_line_s(a, b))
         return (seconds + self.evaluator.judge.floor_s(micro)) * self.evaluator.factor(groups)
 
     def plans(self, m: int, groups: Groups) -> tuple[tuple[Groups, Edges], ...]:
@@ -239,7 +241,7 @@ class Cutter:
                     continue
                 outfit, edges, period_s = balanced(judge, m, choices, in_flight)
                 if self._tight:
-                    self._periods[groups] = period_s
+                    self._periods[0, groups] = period_s
                 if edges is not None and period_s < least_s * (1 - _EPS):
                     best, least_s = (outfit, edges), period_s
             if best is None:
@@ -284,7 +286,7 @@ class Cutter:
 
     def climb(self, m: int, groups: Groups, edges: Edges, value: float) -> tuple[Edges, float]:
         """Returns edges that no shift of one edge, or of neighbouring edges together, makes better."""
-        works = [self.evaluator.judge.works(g) for g in groups]
+        works = [self.evaluator.judge.step_works(m, g) for g in groups]
         factor = self.evaluator.factor(groups)
         improved = True
         while improved:

@@ -97,6 +97,18 @@ class Judge(Protocol):
         """Returns, per part, running sums over layers of a microbatch's forward and backward."""
         ...
 
+    def step_works(self, m: int, group: Group, *, least: bool = False) -> tuple[Sequence[float], ...]:
+        """Returns, per part, running sums over layers of a step's seconds, per microbatch.
+
+        They are never more than what the stage's device is busy with, exchange and update included.
+
+        Args:
+          m: microbatches.
+          group: the group.
+          least: whether to count what the cheapest options would cost, instead of its own.
+        """
+        ...
+
     def rooms(self, group: Group, in_flight: int) -> tuple[Room, ...]:
         """Returns, per part, running sums of bytes and the bytes there are, with so many in flight."""
         ...
@@ -115,6 +127,10 @@ class Judge(Protocol):
 
     def least_crossing_s(self, source: Group, target: Group) -> float:
         """Returns what one microbatch spends between two stages at least, there and back, wherever the cut is."""
+        ...
+
+    def least_line_s(self, source: Group, target: Group) -> float:
+        """Returns for how long one microbatch keeps the line between two stages busy at least, one way."""
         ...
 
     def report(self, outline: Outline) -> Report:

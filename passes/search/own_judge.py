@@ -34,7 +34,7 @@ from hetjax.passes.schedules.periodic import shortest_period_s
 from hetjax.passes.schedules.virtual import virtual_warmups
 from hetjax.passes.search.judge import INF, Edges, Groups, Report, Room, StageReport
 from hetjax.passes.search.published_judge import pairs
-from hetjax.passes.search.space import Group, Micro, Outline, Part, Problem
+from hetjax.passes.search.space import Group, Micro, Options, Outline, Part, Problem
 from hetjax.passes.search.table import prefix
 from hetjax.passes.simulator_fast import ends_of, finish_s, tables, warmup_ops
 
@@ -107,6 +107,7 @@ class OwnJudge:
         self.sync_each = sync_each
         self._tables: dict[Group, tuple[PartTable, ...] | None] = {}
         self._parts: dict[tuple, PartTable | None] = {}
+        self._step_works: dict[tuple[int, Group, bool], tuple[Sequence[float], ...]] = {}
         self._rooms: dict[tuple[Group, int], tuple[Room, ...]] = {}
         self._stages: dict[tuple[Group, int, int], Stage] = {}
         self._crossings: dict[tuple[Group, Group, int], Crossing] = {}
@@ -124,6 +125,43 @@ class OwnJudge:
 
     def works(self, group: Group) -> tuple[Sequence[float], ...]:
         return tuple([t.work for t in self._tables_of(group)])
+
+    def step_works(self, m: int, group: Group, *, least: bool = False) -> tuple[Sequence[float], ...]:
+        key = (m, group, least)
+        found = self._step_works.get(key)
+        if found is None:
+            each = self.sync_each  # exchanged with every microbatch, or once
+            sync = self._sync_sums(group, least=least)
+            share = self._update_share(group, least=least)
+            found = self._step_works[key] = tuple(
+                [w + u * share / m + x * (1.0 if each else 1.0 / m) for w, u, x in zip(t.work, t.update, sync)]
+                for t in self._tables_of(group)
+            )
+        return found
+
+    def _update_share(self, group: Group, *, least: bool) -> float:
+        """Returns the share of its update that a stage may be spared by sharding it, whatever its options."""
+        sharded = any(o.sharding != "none" for o in self.problem.options)
+        return 1.0 / group.replicas if least and sharded and group.options.sharding == "none" else 1.0
+
+    def _sync_sums(self, group: Group, *, least: bool) -> list[float]:
+        """Returns running sums over layers that the exchange of gradients never falls below.
+
+        A collective's price grows more slowly than its bytes, so that part of them costs at least its share
+        of the price of all.
+        """
+        layers = self.problem.num_layers
+        if group.replicas < 2:
+            return [0.0] * (layers + 1)
+        options = group.options
+        if least and self.problem.compressed:
+            options = dataclasses.replace(options, exchange="compressed")
+        sizes = self.problem.table.sizes(min([p.tensor for p in group.parts]))
+        assert sizes is not None
+        # Those of experts may be shared out; they are left to the cuts.
+        dense = [p - e for p, e in zip(sizes.parameters, sizes.expert_parameters)]
+        whole_s = self._dense_s(group.parts, sum(dense), options)
+        return prefix([whole_s * d / max(1, sum(dense)) for d in dense])
 
     def rooms(self, group: Group, in_flight: int) -> tuple[Room, ...]:
         found = self._rooms.get((group, in_flight))
@@ -144,6 +182,9 @@ class OwnJudge:
     def least_crossing_s(self, source: Group, target: Group) -> float:
         crossing = self._crossing(source, target, self._narrowest)
         return 2 * (crossing.serialisation_s + crossing.latency_s)
+
+    def least_line_s(self, source: Group, target: Group) -> float:
+        return self._crossing(source, target, self._narrowest).serialisation_s
 
     @functools.cached_property
     def _narrowest(self) -> int:
@@ -335,17 +376,21 @@ class OwnJudge:
         sizes = self.problem.table.sizes(tensor)
         assert sizes is not None
         experts = sum(sizes.expert_parameters[first:last])
-        dense = sum(sizes.parameters[first:last]) - experts
-        nbytes = self.problem.table.state_bytes[1] * dense
-        if options.exchange == "compressed":
-            nbytes *= self.problem.compressed
-        steps = self.levels(group.parts)
-        seconds = levels_price_s("all-reduce", steps, group.replicas, nbytes)
+        seconds = self._dense_s(group.parts, sum(sizes.parameters[first:last]) - experts, options)
         if experts:
             sharers = group.replicas // options.experts
             nbytes = self.problem.table.state_bytes[1] * experts / options.experts
+            steps = self.levels(group.parts)
             seconds += levels_price_s("all-reduce", steps, sharers, nbytes) if sharers > 1 else 0.0
         return seconds
+
+    def _dense_s(self, parts: tuple[Part, ...], parameters: int, options: Options) -> float:
+        """Returns the seconds of the exchange of what all replicas hold."""
+        nbytes = self.problem.table.state_bytes[1] * parameters
+        if options.exchange == "compressed":
+            nbytes *= self.problem.compressed
+        replicas = sum([p.replicas for p in parts])
+        return levels_price_s("all-reduce", self.levels(parts), replicas, nbytes)
 
     # Boundaries.
 

@@ -124,6 +124,9 @@ class PublishedJudge:
             found = self._works[group] = tuple(p.work for p in self._each(group))
         return found
 
+    def step_works(self, m: int, group: Group, *, least: bool = False) -> tuple[Sequence[float], ...]:
+        return self.works(group)  # what is owed once is the largest of any stage, not the slowest's
+
     def rooms(self, group: Group, in_flight: int) -> tuple[Room, ...]:
         found = self._rooms.get((group, in_flight))
         if found is None:
@@ -169,6 +172,9 @@ class PublishedJudge:
         # Every boundary is counted by the stages at both of its ends, at least once each.
         there = min(self._crossing_s(source, target, n) for n in self._widths)
         return there + min(self._crossing_s(target, source, n) for n in self._widths)
+
+    def least_line_s(self, source: Group, target: Group) -> float:
+        return 0.0  # lines are no bottleneck of their own there
 
     @functools.cached_property
     def _widths(self) -> tuple[int, ...]:

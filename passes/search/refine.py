@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from hetjax.passes.search.evaluator import distinct
 from hetjax.passes.search.judge import INF
-from hetjax.passes.search.moves import with_options
+from hetjax.passes.search.moves import FINE, with_options
 from hetjax.passes.search.space import PLAIN, Group, Micro, Outline, Part, placeable
 from hetjax.passes.search.view import View
 
@@ -29,6 +29,8 @@ _PATIENCE = 300
 # Up to so many stages each is a place for neighbours of its own; of more unlike stages than these,
 # neighbours are drawn.
 _EVERY, _MIXED = 8, 60
+# Up to so many ways to give the same devices other shares are neighbours.
+_RESHARED = 40
 
 
 class Refiner:
@@ -47,6 +49,7 @@ class Refiner:
         self._starts: dict[tuple[Micro, Groups], float] = {}
         self._done: set[tuple[Micro, Groups]] = set()
         self._values: dict[tuple[Micro, Groups], float] = {}
+        self._by_devices: dict[Micro, dict[tuple, list[Group]]] = {}
         self._climb: Iterator[None] | None = None
         self._idle = self._rest = 0
 
@@ -210,7 +213,8 @@ class Refiner:
                     if g != old:
                         yield "replace alike", tuple(g if x == old else x for x in groups)
         left = self.view.moves.left(groups)
-        for i in at:
+        # Of few examples every way to divide them between two sorts of replicas is a move of its own.
+        for i in at if micro.examples > FINE else ():
             for g in (*self._shifted(groups[i]), *self._exchanged(groups[i], left)):
                 yield "exchange", (*groups[:i], g, *groups[i + 1 :])
         yield from self._by_run(micro, groups)
@@ -295,6 +299,7 @@ class Refiner:
             ratio = other.examples / micro.examples
             scales = [(1.0, 1.0, ratio), (ratio, 1.0, 1.0), (ratio, 1.0 / ratio, 1.0)]
             yield from self._regrouped(groups, ratio)
+            yield from self._reshared(groups, other)
         else:
             share = (other.examples // other.replicas) / (micro.examples // micro.replicas)
             count = other.replicas / micro.replicas
@@ -305,6 +310,20 @@ class Refiner:
                 yield found
 
 
+    def _reshared(self, groups: Groups, other: Micro) -> Iterator[Groups]:
+        """Yields the groups on another division with the same devices, whatever the shares."""
+        found = self._by_devices.get(other)
+        if found is None:
+            found = self._by_devices[other] = {}
+            for mixed in (False, True):
+                for g in self.view.moves.groups(other, (), mixed):
+                    found.setdefault(_devices(g), []).append(g)
+        choices = [[h.with_options(g.options) for h in found.get(_devices(g), ())] for g in distinct(groups)]
+        if 0 < math.prod(map(len, choices)) <= _RESHARED:
+            for picked in itertools.product(*choices):
+                new = dict(zip(distinct(groups), picked))
+                yield tuple(new[g] for g in groups)
+
     def _regrouped(self, groups: Groups, ratio: float) -> Iterator[Groups]:
         """Yields `ratio` times as many replicas in so many times fewer stages."""
         wider = _scaled(groups, ratio, 1.0, 1.0)
@@ -313,6 +332,11 @@ class Refiner:
         for rounded in (math.floor, math.ceil):
             runs = [(g, max(1, rounded(n / ratio))) for g, n in runs_of(wider)]
             yield joined(runs)
+
+
+def _devices(group: Group) -> tuple[tuple[int, int, int], ...]:
+    """Returns how many devices of which pool and degree a group takes."""
+    return tuple(sorted((p.pool, p.tensor, p.replicas) for p in group.parts))
 
 
 def runs_of(groups: Groups) -> list[tuple[Group, int]]:
