@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hetjax.passes.search.space import PLAIN, SHARDINGS, Group, Micro, Options, Part, Problem, fits
 
@@ -93,11 +93,15 @@ class Moves:
     Args:
       problem: the problem.
       known: whether there are numbers for a group.
+      apart: whether two pools are not to share a stage of more than `FINE` examples.
     """
 
-    def __init__(self, problem: Problem, known):
+    def __init__(
+        self, problem: Problem, known: Callable[[Group], bool], apart: Callable[[int, int], bool] | None = None
+    ):
         self.problem = problem
         self._known = known
+        self._apart = apart
         self._left: dict[tuple[Group, ...], tuple[int, ...]] = {(): self._unused(())}
         self._most: dict[tuple[tuple[Group, ...], Group], int] = {}
         self._by_left: dict[tuple[Micro, tuple[int, ...], bool], tuple[Group, ...]] = {}
@@ -180,6 +184,8 @@ class Moves:
     def _mixed(self, micro: Micro, room: Mapping[tuple[int, int], int]) -> Iterator[Group]:
         kinds = [p.kind for p in self.problem.pools]
         for (a, n), (b, k) in itertools.combinations(sorted(room.items()), 2):
+            if self._apart is not None and micro.examples > FINE and self._apart(a[0], b[0]):
+                continue
             # Like replicas in two pools are a chain, unless there are few enough to try every number.
             if (kinds[a[0]], a[1]) != (kinds[b[0]], b[1]) or micro.examples <= FINE:
                 for group in self._pairs(micro, a, n, b, k):

@@ -26,6 +26,10 @@ Groups = tuple[Group, ...]
 _REACH = 1.3
 # A climb ends after so many neighbours that are no better.
 _PATIENCE = 300
+# A step of a climb must make a plan better by this share of its value; once none does, by the next.
+_STEPS = (1e-2, 2e-3, 1e-9)
+# How much better other starts must be than one that came to a halt.
+_WAIT = 1.02
 # Up to so many stages each is a place for neighbours of its own; of more unlike stages than these,
 # neighbours are drawn.
 _EVERY, _MIXED = 8, 60
@@ -47,7 +51,8 @@ class Refiner:
         self.evaluator = view.evaluator
         self.random = random.Random(seed)
         self._starts: dict[tuple[Micro, Groups], float] = {}
-        self._done: set[tuple[Micro, Groups]] = set()
+        self._done: set[tuple[Micro, Groups, int]] = set()
+        self._halted: list[tuple[float, int, Micro, Groups]] = []
         self._values: dict[tuple[Micro, Groups], float] = {}
         self._by_devices: dict[Micro, dict[tuple, list[Group]]] = {}
         self._climb: Iterator[None] | None = None
@@ -55,7 +60,7 @@ class Refiner:
 
     def offer(self, micro: Micro, groups: Groups, value: float) -> None:
         """Takes note of a plan that might be climbed from."""
-        if value < _REACH * self.evaluator.best and (micro, groups) not in self._done:
+        if value < _REACH * self.evaluator.best and (micro, groups, 0) not in self._done:
             self._starts[micro, groups] = value
             self._rest = 0
 
@@ -92,14 +97,17 @@ class Refiner:
 
     def _next(self) -> Iterator[None] | None:
         reach = _REACH * self.evaluator.best
-        self._starts = {k: v for k, v in self._starts.items() if v < reach and k not in self._done}
-        if self._starts:
-            start = min(self._starts, key=lambda k: self._starts[k])
-            value = self._starts.pop(start)
-            # Of one division the best start is enough, until all else has been tried.
-            for other in [k for k in self._starts if k[0] == start[0]]:
-                del self._starts[other]
-            return self._up(value, *start)
+        self._starts = {k: v for k, v in self._starts.items() if v < reach and (*k, 0) not in self._done}
+        self._halted = [h for h in self._halted if h[0] < reach]
+        starts = [(v, 0, *k) for k, v in self._starts.items()] + self._halted
+        if starts:
+            # Those that have come to a halt once are gone on with when the others are as good.
+            value, level, micro, groups = min(starts, key=lambda h: h[0] * _WAIT ** h[1])
+            self._halted = [h for h in self._halted if h[1:] != (level, micro, groups)]
+            if not level:
+                # Of one division the best start is enough, until all else has been tried.
+                self._starts = {k: v for k, v in self._starts.items() if k[0] != micro}
+            return self._up(value, micro, groups, level)
         outline = self.evaluator.outline
         if outline is None:
             return None
@@ -113,22 +121,28 @@ class Refiner:
             for other_micro, other in itertools.islice(self._sample(micro, groups), 30):
                 found = self._value(other_micro, other, _REACH * self.evaluator.best)
                 yield
-                if found < 1.15 * self.evaluator.best and (other_micro, other) not in self._done:
+                if found < 1.15 * self.evaluator.best and (other_micro, other, 0) not in self._done:
                     value, micro, groups = found, other_micro, other
                     break
         yield from self._up(value, micro, groups)
 
-    def _up(self, value: float, micro: Micro, groups: Groups) -> Iterator[None]:
-        """Climbs until many neighbours in a row were no better; yields after every evaluation."""
-        while (micro, groups) not in self._done and value < INF:
-            self._done.add((micro, groups))
+    def _up(self, value: float, micro: Micro, groups: Groups, level: int = 0) -> Iterator[None]:
+        """Climbs until many neighbours in a row were not much better; yields after every evaluation.
+
+        What counts as much better is less at each level; where one level halts, the next may go on later.
+        """
+        while (micro, groups, level) not in self._done and value < INF:
+            self._done.add((micro, groups, level))
+            enough = value * (1 - _STEPS[level])
             for other_micro, other in self._sample(micro, groups):
-                found = self._value(other_micro, other, value)
+                found = self._value(other_micro, other, enough)
                 yield
-                if found < value * (1 - 1e-9):
+                if found < enough:
                     value, micro, groups = found, other_micro, other
                     break
             else:
+                if level + 1 < len(_STEPS):
+                    self._halted.append((value, level + 1, micro, groups))
                 return
 
     def _sample(self, micro: Micro, groups: Groups) -> Iterator[tuple[Micro, Groups]]:
@@ -315,7 +329,7 @@ class Refiner:
         found = self._by_devices.get(other)
         if found is None:
             found = self._by_devices[other] = {}
-            for mixed in (False, True):
+            for mixed in (False, True) if other.examples <= FINE else (False,):
                 for g in self.view.moves.groups(other, (), mixed):
                     found.setdefault(_devices(g), []).append(g)
         choices = [[h.with_options(g.options) for h in found.get(_devices(g), ())] for g in distinct(groups)]

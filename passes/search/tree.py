@@ -38,6 +38,8 @@ _WIDEN, _WIDEN_POWER = 1.5, 0.6
 _FIRST_VISITS, _REFINEMENT = 60, 3
 # After so many walks that met no plan worth judging the search ends.
 _MOST_IDLE = 3_000
+# So many divisions of the batch are looked at before any a second time.
+_DIVISIONS = 12
 # How often a drawn stage is one of unlike replicas.
 _MIXED = 0.15
 
@@ -233,6 +235,11 @@ class TreeSearch:
 
     def _select(self, node: Node) -> Child | None:
         in_play = 1 + int(_WIDEN * node.visits**_WIDEN_POWER)
+        if node is self.root and not self.view.problem.alike and node.children is not None:
+            # The likeliest divisions are each looked at once, by the plan that a sketch gives.
+            fresh = [c for c in node.children[:_DIVISIONS] if c.node is None]
+            if fresh:
+                return fresh[0]
         found = self._in_play(node, in_play)
         if node.more and len(found) < in_play:
             self._expand(node, mixed=True)

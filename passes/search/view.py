@@ -43,10 +43,11 @@ class View:
         self.evaluator = evaluator
         self.judge = evaluator.judge
         self.problem = evaluator.problem
-        self.moves = Moves(self.problem, self.judge.known)
         self.rates = Rates(self.judge)
         self.principles = active(without)
         names = {p.name for p in self.principles}
+        keep_apart = "no-dense-over-slow" in names and not self.problem.compressed
+        self.moves = Moves(self.problem, self.judge.known, self.is_slow if keep_apart else None)
         self.prunes_by_bound = "bounds" in names
         self.cutter = Cutter(evaluator, by_speed="work-by-speed" in names)
         self._by_decision: dict[str, list[Principle]] = {}
@@ -118,8 +119,10 @@ class View:
 
     def is_slow(self, a: int, b: int) -> bool:
         """Returns whether the link between two pools is slow beside those inside them."""
+        if self.problem.pools[a].site == self.problem.pools[b].site:
+            return False
         inner = [self.bandwidth(p, p) for p in (a, b) if self.problem.pools[p].nodes > 1]
-        if not inner or self.problem.pools[a].site == self.problem.pools[b].site:
+        if not inner:
             return False
         return self.bandwidth(a, b) < SLOW * min(inner)
 
