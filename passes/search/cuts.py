@@ -11,8 +11,8 @@ from hetjax.passes.search.space import Group
 # Running sums of a stage's work, per part, and what its memory allows.
 Way = tuple[tuple[Sequence[float], ...], tuple[Room, ...]]
 
-# Halvings towards the mean before the last steps are taken one by one.
-_HALVINGS = 6
+# The limit is halved towards the mean until so close, or so often, before the last steps are taken one by one.
+_HALVINGS, _CLOSE = 30, 1e-4
 _JUST_BELOW = 1.0 - 1e-9
 
 
@@ -54,6 +54,8 @@ def balanced(
     longest = _longest(ways, *best)
     low = 1.0 / sum([1.0 / max(1e-300, t) for t in totals])
     for _ in range(_HALVINGS):
+        if longest - low <= _CLOSE * longest:
+            break
         middle = (low + longest) / 2
         found = _fill(ways, num, middle)
         if found is None:
@@ -85,7 +87,9 @@ def _fill(ways, num: int, limit_s: float) -> tuple[Edges, list[int]] | None:
                 if w[end] - w[at] > limit_s:
                     end = bisect_right(w, w[at] + limit_s, at, end) - 1
             for need, free in rooms:
-                if need[end] - need[at] > free:
+                if free < 0:
+                    end = at
+                elif need[end] - need[at] > free:
                     end = bisect_right(need, need[at] + free, at, end) - 1
             if end > furthest:
                 furthest, way = end, c
