@@ -17,6 +17,8 @@ from hetjax.passes.search.space import PLAIN, Group, Micro, Options, Outline
 
 # Of more shifted edges than these the more promising half of so many are judged.
 _NEAR = 24
+# A period is as good as without any limit of memory when it is longer by less than this share.
+_FREE = 2e-3
 # An incumbent must be beaten by more than rounding.
 _EPS = 1e-12
 
@@ -232,26 +234,33 @@ class Cutter:
         seen = set()
         exchanges = ("dense", "compressed") if len(outfits) > 1 and self.problem.compressed else ("",)
         wanted = (None,) if judge.fixed_memory else (self._hiding(m, groups), None, 1)
-        for in_flight, exchange in itertools.product(wanted, exchanges):
-            best: tuple[Groups, Edges] | None = None
-            least_s = INF
-            for choices in outfits:
-                plain = tuple(c[0] for c in choices)
-                if exchange and not any(o.exchange == exchange for o in self._exchanges(plain)):
+        # Nothing is gained by other options, or by less room, once memory costs no time.
+        ideal_s = 0.0 if self._tight else self.period_s(m, groups) * (1 + _FREE)
+        for exchange in exchanges:
+            for in_flight in wanted:
+                best: tuple[Groups, Edges] | None = None
+                least_s = INF
+                for choices in outfits:
+                    plain = tuple(c[0] for c in choices)
+                    if exchange and not any(o.exchange == exchange for o in self._exchanges(plain)):
+                        continue
+                    outfit, edges, period_s = balanced(judge, m, choices, in_flight)
+                    if self._tight:
+                        self._periods[0, groups] = period_s
+                    if edges is not None and period_s < least_s * (1 - _EPS):
+                        best, least_s = (outfit, edges), period_s
+                    if least_s <= ideal_s:
+                        break
+                if best is None:
                     continue
-                outfit, edges, period_s = balanced(judge, m, choices, in_flight)
-                if self._tight:
-                    self._periods[0, groups] = period_s
-                if edges is not None and period_s < least_s * (1 - _EPS):
-                    best, least_s = (outfit, edges), period_s
-            if best is None:
-                continue
-            outfit, edges = best
-            if not self.by_speed:
-                edges = even(self.problem.num_layers, len(groups)) or edges
-            if (outfit, edges) not in seen:
-                seen.add((outfit, edges))
-                yield outfit, edges
+                outfit, edges = best
+                if not self.by_speed:
+                    edges = even(self.problem.num_layers, len(groups)) or edges
+                if (outfit, edges) not in seen:
+                    seen.add((outfit, edges))
+                    yield outfit, edges
+                if least_s <= ideal_s:
+                    break
 
     def _hiding(self, m: int, groups: Groups) -> tuple[int, ...]:
         """Returns the activations each stage should have room for, so that the links after it are hidden."""

@@ -236,6 +236,9 @@ class Refiner:
     def _by_run(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Groups]]:
         """Yields plans that differ in a whole run of stages alike: its place, its length, its devices."""
         runs = runs_of(groups)
+        for i, (old, count) in enumerate(runs):
+            for g, n in self._regraded(micro, old, count):
+                yield "regrade", (*joined(runs[:i]), *[g] * n, *joined(runs[i + 1 :]))
         if len(runs) == len(groups):
             return
         for i, j in itertools.combinations(range(len(runs)), 2):
@@ -254,6 +257,27 @@ class Refiner:
                 for n in {most, most - 1, same, count}:
                     if 0 < n <= most and (g, n) != (old, count):
                         yield "replace run", (*before, *[g] * n, *after)
+
+    def _regraded(self, micro: Micro, group: Group, count: int) -> Iterator[tuple[Group, int]]:
+        """Yields stages of other tensor degree, or of other width, on as many devices of the same pool."""
+        if len({p.pool for p in group.parts}) > 1:
+            return
+        pool = group.parts[0].pool
+        for tensor in self.problem.table.tensors(self.problem.pools[pool].kind):
+            shares = {p.share for p in group.parts} | {1}
+            for share in sorted({*shares, *(2 * s for s in shares), *(s // 2 for s in shares)} - {0}):
+                if micro.examples % share:
+                    continue
+                new = Group((Part(pool, tensor, micro.examples // share, share),), group.options)
+                for n in {count * group.devices // new.devices, -(-count * group.devices // new.devices)}:
+                    if n and (new, n) != (group, count) and self._offered(new):
+                        yield new, n
+
+    def _offered(self, group: Group) -> bool:
+        """Returns whether there are numbers for a group of one part, and replicas allowed as they are."""
+        p = group.parts[0]
+        shares = self.problem.table.shares(self.problem.pools[p.pool].kind, p.tensor)
+        return not self.problem.alike and (shares is None or p.share in shares)
 
     def _optioned(self, groups: Groups) -> Iterator[Groups]:
         """Yields the groups with other options: of all of them, of those alike, of one."""

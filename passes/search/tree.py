@@ -332,7 +332,7 @@ class TreeSearch:
         waiting = list(self.view.sketch(micro, memory=True).fillings)
         while waiting:
             state = State(micro, groups)
-            likely = max(waiting, key=lambda f: self.view.weigh_next(state, f[0])[0])  # noqa: B023
+            likely = max(waiting, key=lambda f: self.view.weigh_next(state, f[0])[0])
             waiting.remove(likely)
             groups = (*groups, *[likely[0]] * likely[1])
             best = min(best, self.complete(micro, groups))

@@ -212,6 +212,10 @@ class View:
           before: what must be beaten; where the bound says that no plan does, none is judged.
         """
         if self.prunes_by_bound:
+            period_s = self.rates.period_s(micro, groups, ())
+            bound = pipeline_s(self.judge, micro.num_microbatches, period_s, 0.0) * self.evaluator.factor(groups)
+            if bound >= before:
+                return bound
             bound = self.cutter.bound(micro, groups)
             if bound >= before:
                 return bound

@@ -145,7 +145,8 @@ def test_balanced_cuts_leave_no_better_longest_stage():
                     groups = (first, second)
                     _, edges, longest = balanced(judge, micro.num_microbatches, [[g] for g in groups], 0)
                     every = [
-                        max(w[e[s + 1]] - w[e[s]] for s, g in enumerate(groups) for w in judge.works(g))
+                        max(w[e[s + 1]] - w[e[s]] for s, g in enumerate(groups)
+                            for w in judge.step_works(micro.num_microbatches, g, least=True))
                         for e in moves.edges(2)
                     ]
                     assert edges is not None
