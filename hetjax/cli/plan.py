@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hetjax.ir.errors import HetjaxError, PlanError
+
+if TYPE_CHECKING:
+    from hetjax.passes.search.result import SearchResult
 
 # The published instances are solved well within this; a budget in seconds ends the search early.
 _EVALUATIONS, _BUDGET_S = 6000, 3.0
@@ -40,8 +43,9 @@ def _seconds(text: str) -> float:
 @click.option("--without", multiple=True, metavar="NAME", help="Switch a principle off.")
 @click.option("--max-devices", type=click.IntRange(1), help="Use no more devices.")
 @click.option("--emit", type=click.Choice(("sailor",)), help="Print the plan in this form only.")
+@click.option("--explore", type=click.Path(dir_okay=False, path_type=Path), help="Also write the search to explore: .html, .txt, or .dot for Graphviz.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def plan(principles: bool, emit: str | None, as_json: bool, **options: Any) -> int:
+def plan(principles: bool, emit: str | None, explore: Path | None, as_json: bool, **options: Any) -> int:
     """Search for the plan under which a step takes least time."""
     if principles:
         return _list_principles(as_json)
@@ -50,7 +54,9 @@ def plan(principles: bool, emit: str | None, as_json: bool, **options: Any) -> i
         raise click.UsageError(f"{', '.join(missing)} must be given, or --principles")
     budget_s = _seconds(options["budget"])
     try:
-        facts, published = _from_profiles(budget_s=budget_s, **options)
+        facts, published, found = _from_profiles(budget_s=budget_s, **options)
+        if explore is not None:
+            _write_search(found, explore)
     except HetjaxError as error:
         if not as_json:
             raise
@@ -79,8 +85,8 @@ def _list_principles(as_json: bool) -> int:
 def _from_profiles(
     *, profiles: Path, model: str, availability: str, gbs: int, cost: str, budget_s: float, evaluations: int,
     seed: int, without: tuple[str, ...], max_devices: int | None, budget: str,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what `--json` prints, and the plan in the published form."""
+) -> tuple[dict[str, Any], dict[str, Any], SearchResult]:
+    """Returns what `--json` prints, the plan in the published form, and the search."""
     from hetjax.passes.cost.availability import availability_cluster, read_availability
     from hetjax.passes.cost.sailor import read_model
     from hetjax.passes.search.own_judge import OwnJudge
@@ -119,7 +125,17 @@ def _from_profiles(
             "warmups": list(found.report.warmups), "stages": describe(problem, outline),
         },
     }  # fmt: skip
-    return facts, sailor_plan(problem, outline, seconds)
+    return facts, sailor_plan(problem, outline, seconds), found
+
+
+def _write_search(found: SearchResult, path: Path) -> None:
+    """Writes the search as `notebook.search` shows it, or its tree for Graphviz."""
+    from hetjax import notebook
+
+    if path.suffix == ".dot":
+        notebook.save_dot(found, path)
+    else:
+        notebook.search(found).save(path)
 
 
 def _print(facts: dict[str, Any]) -> None:

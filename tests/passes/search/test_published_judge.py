@@ -176,3 +176,15 @@ def test_the_command_refuses_in_sentences(folder):
     assert "did you mean 'alike'" in json.loads(result.output)["error"]
     listed = CliRunner().invoke(plan_command, ["--principles", "--json"], standalone_mode=False)
     assert "bounds" in {p["name"] for p in json.loads(listed.output)}
+
+
+def test_the_command_writes_the_search_to_explore(folder, tmp_path):
+    page, dot, wrong = tmp_path / "search.html", tmp_path / "search.dot", tmp_path / "search.pdf"
+    facts = json.loads(run(folder, "--json", "--evaluations", "100", "--explore", str(page)).output)
+    text = page.read_text()
+    assert f",{facts['iteration_s']!r}\"" in text  # the curve ends at the plan found
+    assert 'data-picture="search-tree"' in text and "<script" not in text
+    run(folder, "--json", "--evaluations", "100", "--explore", str(dot))
+    assert dot.read_text().startswith("digraph search {")
+    result = run(folder, "--json", "--evaluations", "100", "--explore", str(wrong))
+    assert result.return_value == 1 and ".html or .txt" in json.loads(result.output)["error"]
