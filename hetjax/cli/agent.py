@@ -76,6 +76,14 @@ def agent(as_json: bool, **given: Any) -> int:
             "or HETJAX_JOB_TOKEN"
         )
 
+    if options.drain_dir:  # better now than at SIGTERM
+        try:
+            os.makedirs(options.drain_dir, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot drain to {options.drain_dir}: {error}") from error
+        if not os.access(options.drain_dir, os.W_OK | os.X_OK):
+            raise CheckpointError(f"cannot drain to {options.drain_dir}: it cannot be written")
+
     def ready(hello: dict[str, Any]) -> None:
         if as_json:
             click.echo(json.dumps(hello))

@@ -42,7 +42,7 @@ def _client(config: str | None, agents: str | None, job: str | None, timeout: fl
         changes["agents"] = tuple(a.strip() for a in agents.split(",") if a.strip())
     if job:
         changes["job"] = job
-    if timeout:
+    if timeout is not None:
         changes["rpc_timeout_s"] = timeout
     loaded = dataclasses.replace(loaded, **changes)
     if not loaded.agents:
@@ -165,7 +165,8 @@ def scrub(as_json: bool, **given: Any) -> int:
     agents: list[dict[str, Any]] = []
 
     def one(address: str) -> dict[str, Any]:
-        reply, _ = client.pool.peer(address).call("scrub", timeout_s=3600.0)
+        with client.pool.peer(address).watched(client.config.rpc_timeout_s) as peer:
+            reply, _ = peer.call("scrub", timeout_s=24 * 3600.0)
         bar.advance(task)
         return reply
 
@@ -270,6 +271,9 @@ def drain(as_json: bool, directory: str, grace: float, **given: Any) -> int:
 
     client = _client(**given)
     bar, task = _progress(as_json, len(client.config.agents), "draining")
+
+    if not 0 < grace < float("inf"):
+        raise CheckpointError(f"--grace must be above 0 and finite, got {grace:g}")
 
     def one(address: str) -> dict[str, Any]:
         reply, _ = client.pool.peer(address).call("drain", dir=directory, timeout_s=grace)

@@ -7,6 +7,7 @@ to trainers of its own host and user. It imports neither JAX nor orbax.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import socket
@@ -22,12 +23,13 @@ import numpy as np
 
 from hetjax.eccheck import wire
 from hetjax.eccheck.arena import Arena
-from hetjax.eccheck.config import Tls
+from hetjax.eccheck.config import Tls, is_address, is_plain
 from hetjax.eccheck.layout import Layout
 from hetjax.eccheck.pace import RateLimit
 from hetjax.eccheck.peer import Credentials, Pool
 from hetjax.eccheck.store import COMMITTED, OPEN, PREPARED, Entry, Refused, Store
 from hetjax.eccheck.wire import split_runs
+from hetjax.ir.errors import CheckpointError
 
 MANIFEST_LIMIT_BYTES = 1 << 30
 _MAIL_LIMIT, _MAIL_AGE_S = 4096, 900.0
@@ -70,6 +72,28 @@ class AgentOptions:
     drain_grace_s: float = 25.0
     metrics_port: int = 0
     bulk_port: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [] if is_address(self.listen) else [f"'{self.listen}' is not HOST:PORT"]
+        for what, value in (
+            ("rpc-timeout", self.rpc_timeout_s), ("min-rate", self.min_rate_bytes_s),
+            ("drain-grace", self.drain_grace_s), ("memory", self.memory_bytes),
+        ):
+            if not 0 < value < math.inf:
+                problems.append(f"{what} must be above 0 and finite, got {value:g}")
+        if not 0 <= self.scrub_interval_s < math.inf:
+            problems.append(f"scrub-interval must be 0 or more, got {self.scrub_interval_s:g}")
+        problems += [
+            f"{what} {port} is not a port" for what, port in
+            (("metrics-port", self.metrics_port), ("bulk-port", self.bulk_port))
+            if not 0 <= port < 1 << 16
+        ]
+        problems += [
+            f"{what} must be printable ASCII" for what, text in
+            (("the job's name", self.job), ("the token", self.token)) if not is_plain(text)
+        ]
+        if problems:
+            raise CheckpointError("agent: " + "; ".join(problems))
 
 
 class Agent:

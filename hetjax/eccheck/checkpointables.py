@@ -21,8 +21,9 @@ from orbax.checkpoint.experimental import v1 as ocp
 
 from hetjax.eccheck import wishes
 from hetjax.eccheck.config import Config
-from hetjax.eccheck.handler import commit_item, read_manifest, restore_item
-from hetjax.eccheck.tier import Tier, tier_of
+from hetjax.eccheck.fallback import outline_of, rebuild
+from hetjax.eccheck.handler import commit_item, read_manifest, restore_item, split_directory
+from hetjax.eccheck.tier import Tier, item_name, tier_of
 from hetjax.eccheck.treemeta import tree_metadata
 from hetjax.ir.errors import CheckpointError
 
@@ -45,11 +46,19 @@ class TreeCheckpointable:
         """Takes the state; the awaitable it returns does the rest."""
         if not self.tier.agree():
             return await self._stock.save(directory, checkpointable)
-        snapshot = self.tier.snapshot(checkpointable)
+        snapshot, outline = self.tier.snapshot(checkpointable), outline_of(checkpointable)
 
         async def commit() -> None:
             path = pathlib.Path(str(await directory.await_creation()))
-            await asyncio.to_thread(commit_item, self.tier, snapshot, path)
+            try:
+                await asyncio.to_thread(commit_item, self.tier, snapshot, path)
+            except CheckpointError as error:
+                if not self.tier.may_go_to_disk(error):
+                    raise
+                await (await self._stock.save(directory, rebuild(snapshot, outline)))
+                root, item, step = split_directory(path)
+                self.tier.note(f"step {step} of {item_name(root, item)} was written to disk only: {error}")
+                return
             if self.tier.writers()[0] == 0:
                 (path / _METADATA_FILE).write_text("{}")
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import uuid
 import warnings
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,7 @@ class Client:
         self.local_bytes = 0
         self.notes: list[str] = []
         self._local: LocalMemory | None = None
+        self._unattached = False  # tried since the last probe, in vain
         self._lock = threading.Lock()
         self._id_of: dict[str, str] = {}
 
@@ -111,7 +113,7 @@ class Client:
         if not self.config.socket:
             return None
         with self._lock:
-            if self._local is None:
+            if self._local is None and not self._unattached:
                 try:
                     self._local = attach(
                         self.config.socket, self.config.job, self.config.token,
@@ -119,6 +121,7 @@ class Client:
                     )
                 except CheckpointError as error:
                     # Often in a background thread, so noted here and told by the tier later.
+                    self._unattached = True
                     note = f"{error}; this process sends everything over the network"
                     if note not in self.notes:
                         self.notes.append(note)
@@ -137,6 +140,7 @@ class Client:
 
         alive: dict[str, dict[str, Any]] = {}
         silent: dict[str, str] = {}
+        self._unattached = False
         for address, reply in self.pool.each(self.config.agents, hello):
             if isinstance(reply, AgentError):
                 silent[address] = reply.detail
@@ -152,6 +156,20 @@ class Client:
             if os.path.exists(self.config.socket):
                 self.local()
         return alive, silent
+
+    def first_answer(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Asks every agent for a sign of life, and returns as `probe` does with the first that answers."""
+        silent: dict[str, str] = {}
+        calls = {
+            self.pool.submit(self.pool.peer(a).call, "hello", timeout_s=self.config.rpc_timeout_s): a
+            for a in self.config.agents
+        }
+        for call in as_completed(calls):
+            try:
+                return {calls[call]: call.result()[0]}, {}
+            except CheckpointError as error:
+                silent[calls[call]] = getattr(error, "detail", str(error))
+        return {}, silent
 
     def home(self, alive: dict[str, dict[str, Any]]) -> str:
         """Returns the address of the own host's agent, or "" where it is not among the living."""

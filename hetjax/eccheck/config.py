@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import tomllib
@@ -10,6 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hetjax.ir.errors import CheckpointError
+
+
+def is_address(text: str) -> bool:
+    """Says whether it is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) < 1 << 16
+
+
+def is_plain(text: str) -> bool:
+    """Says whether it is printable ASCII."""
+    return text.isascii() and (text.isprintable() or not text)
 
 
 @dataclass(frozen=True)
@@ -74,11 +86,14 @@ class Config:
         if len(set(self.agents)) != len(self.agents):
             problems.append("an agent is listed twice")
         problems += [
-            f"agent '{a}' is not HOST:PORT" for a in self.agents
-            if not a.rpartition(":")[0] or not a.rpartition(":")[2].isdigit()
+            f"agent '{a}' is not HOST:PORT" for a in self.agents if not is_address(a)
         ]
-        if self.rpc_timeout_s <= 0 or self.min_rate_bytes_s <= 0:
-            problems.append("rpc_timeout_s and min_rate_bytes_s must be above 0")
+        if not (0 < self.rpc_timeout_s < math.inf and 0 < self.min_rate_bytes_s < math.inf):
+            problems.append("rpc_timeout_s and min_rate_bytes_s must be above 0 and finite")
+        problems += [  # they travel as gRPC metadata
+            f"{what} must be printable ASCII" for what, text in
+            (("the job's name", self.job), ("the token", self.token)) if not is_plain(text)
+        ]
         if self.writer is not None and not (0 <= self.writer[0] < self.writer[1] and self.run):
             problems.append("writer needs 0 <= number < count, and a `run` shared by all of them")
         if problems:
@@ -145,12 +160,12 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
             except ValueError:
                 raise CheckpointError(f"{variable}={env[variable]} is not a number") from None
     values["token"] = read_token(str(values.get("token", "")), str(values.pop("token_file", "")))
-    if isinstance(values.get("tls"), dict):
-        values["tls"] = Tls(**values["tls"])  # type: ignore[arg-type]
     for name in ("agents", "writer"):
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])  # type: ignore[arg-type]
     try:
+        if isinstance(values.get("tls"), dict):
+            values["tls"] = Tls(**values["tls"])  # type: ignore[arg-type]
         return Config(**values)  # type: ignore[arg-type]
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError, IndexError) as error:  # of another type than a field's
         raise CheckpointError(f"{path}: {error}") from error

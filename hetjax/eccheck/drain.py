@@ -18,6 +18,7 @@ import pathlib
 import re
 import struct
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,11 +68,20 @@ def write_entry(agent: Agent, entry: Entry, root: pathlib.Path) -> int:
     return entry.num_bytes
 
 
-def drain_agent(agent: Agent, directory: str) -> dict[str, Any]:
+def drain_agent(
+    agent: Agent, directory: str, done: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Writes, for every item, the newest committed step and anything prepared after it.
 
     A prepared object is written too: the coordinator may have died after telling only some agents
-    to commit, and the reader decides from all files together.
+    to commit, and the reader decides from all files together. Then the step before, which the newest
+    save was not to overwrite: where orbax had not yet renamed the newest step's directory, or another
+    item of the step was not committed, that is the step a restart finds.
+
+    Args:
+      agent: whose chunks.
+      directory: where to.
+      done: called once the newest steps are written.
 
     Returns:
       {"steps": {name: step}, "bytes", "seconds", "dir"}.
@@ -98,6 +108,11 @@ def drain_agent(agent: Agent, directory: str) -> dict[str, Any]:
                 total += write_entry(agent, entry, root)
                 if entry.state == COMMITTED:
                     steps[entry.name] = entry.step
+        done()
+        for entry in entries:
+            older = entry.step < newest.get(entry.name, -1) and entry.state == COMMITTED
+            if older and entry.oid in agent.store.protected.get(entry.name, ()):
+                total += write_entry(agent, entry, root)
     except OSError as error:
         raise CheckpointError(f"cannot drain to {directory}: {error}") from error
     agent.count("drained", total)

@@ -21,6 +21,7 @@ from orbax.checkpoint import future as ocp_future
 
 from hetjax.eccheck import wishes
 from hetjax.eccheck.config import Config
+from hetjax.eccheck.fallback import outline_of, rebuild
 from hetjax.eccheck.manifest import Manifest, parse_manifest
 from hetjax.eccheck.snapshot import Snapshot
 from hetjax.eccheck.tier import Tier, item_name, tier_of
@@ -125,13 +126,35 @@ class TreeHandler(ocp.handlers.AsyncCheckpointHandler):
             if isinstance(args, TreeSave):
                 args = ocp.args.StandardSave(args.item, args.save_args, args.custom_metadata)
             return await self._stock(args).async_save(directory, args=args)
-        snapshot = self._tier.snapshot(wishes.cast_for_save(args.item, args.save_args))
+        tree = wishes.cast_for_save(args.item, args.save_args)
+        snapshot, outline = self._tier.snapshot(tree), outline_of(tree)
+        del tree  # on an accelerator it would be held until the end of the save
+        arguments = dataclasses.replace(args, item=None)
         extra = {"custom_metadata": args.custom_metadata} if args.custom_metadata else {}
 
+        def commit_or_write() -> None:
+            try:
+                commit_item(self._tier, snapshot, directory, extra)
+            except CheckpointError as error:
+                if not self._tier.may_go_to_disk(error):
+                    raise
+                self._write(dataclasses.replace(arguments, item=rebuild(snapshot, outline)), directory, error)
+
         async def commit() -> None:
-            await asyncio.to_thread(commit_item, self._tier, snapshot, directory, extra)
+            await asyncio.to_thread(commit_or_write)
 
         return [ocp_future.CommitFutureAwaitingContractedSignals(commit(), name="hetjax-eccheck")]
+
+    def _write(self, args: Any, directory: Any, problem: CheckpointError) -> None:
+        """Has orbax's handler write what the agents could not take."""
+        if isinstance(args, TreeSave):
+            args = ocp.args.StandardSave(args.item, args.save_args, args.custom_metadata)
+        try:
+            self._stock(args).save(directory, args=args)
+        except Exception as error:
+            raise CheckpointError(f"{problem}; and on disk: {error}") from error
+        root, item, step = split_directory(directory)
+        self._tier.note(f"step {step} of {item_name(root, item)} was written to disk only: {problem}")
 
     def save(self, directory: Any, *positional: Any, **keywords: Any) -> None:
         """Saves and waits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 import threading
@@ -110,6 +111,37 @@ class Peer:
         except self._grpc.RpcError as error:
             raise self._error(error) from None
         return wire.unpack(reply)
+
+    @contextlib.contextmanager
+    def watched(self, timeout_s: float) -> Iterator[Peer]:
+        """Yields this peer for a call of unknown length, which ends once the agent gives no sign of life.
+
+        Args:
+          timeout_s: deadline of a sign of life, and the pause between two.
+
+        Raises:
+          AgentError: it gives none, at the start or later.
+        """
+        ended, silence = threading.Event(), []
+
+        def watch() -> None:
+            while not ended.wait(timeout_s):
+                try:
+                    self.call("hello", timeout_s=timeout_s)
+                except AgentError as error:
+                    silence.append(error)
+                    self.close()  # which ends the call
+                    return
+
+        self.call("hello", timeout_s=timeout_s)
+        watcher = threading.Thread(target=watch, daemon=True, name="eccheck-watch")
+        watcher.start()
+        try:
+            yield self
+        except AgentError as error:
+            raise (silence[0] if silence else error) from None
+        finally:
+            ended.set()
 
     def put(self, messages: Iterable[bytes], *, timeout_s: float) -> dict[str, Any]:
         """Sends a stream of packed messages; returns the answer's header.
@@ -263,9 +295,9 @@ class Pool:
             return [guarded(items[0])]
         return list(self._threads.map(guarded, items))
 
-    def submit(self, run: Any, *args: Any) -> Any:
+    def submit(self, run: Any, *args: Any, **keywords: Any) -> Any:
         """Runs something in the pool's threads; returns its future."""
-        return self._threads.submit(run, *args)
+        return self._threads.submit(run, *args, **keywords)
 
     def close(self) -> None:
         """Closes all connections."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hetjax.eccheck.layout import Layout
 from hetjax.eccheck.manifest import LIMIT_BYTES, check_digest
 from hetjax.eccheck.sources import RemoteSource
 from hetjax.eccheck.store import COMMITTED, Entry
+from hetjax.ir.errors import CheckpointError
 from hetjax.kernels.erasure import block_sums
 
 if TYPE_CHECKING:
@@ -34,6 +36,26 @@ def _fill(agent: Agent, entry: Entry, reader: GroupReader, wanted: dict[int, np.
     return total
 
 
+def _manifest(agent: Agent, oid: str, addresses: Iterable[str], digest: str) -> bytes:
+    """Returns the manifest of an object: the one that is here, else the first that an agent gives."""
+    problem = CheckpointError(f"object {oid}: no other agent holds anything of it")
+    with agent.store.lock:
+        entry = agent.store.entries.get(oid)
+    if entry is not None and entry.manifest:
+        check_digest(entry.manifest, digest)
+        return entry.manifest
+    for address in addresses:
+        try:
+            manifest = agent.pool.peer(address).blob(
+                "manifest", oid=oid, timeout_s=agent.timeout_of(0), limit_bytes=LIMIT_BYTES
+            )
+            check_digest(manifest, digest)
+            return manifest
+        except CheckpointError as error:
+            problem = error
+    raise problem
+
+
 def repair_here(agent: Agent, header: dict[str, Any]) -> dict[str, Any]:
     """Rebuilds one position of one object on this agent.
 
@@ -50,13 +72,7 @@ def repair_here(agent: Agent, header: dict[str, Any]) -> dict[str, Any]:
     """
     oid, group, position = str(header["oid"]), int(header["group"]), int(header["position"])
     holders = {int(p): str(a) for p, a in header["sources"] if int(p) != position}
-    manifest = b""
-    for address in holders.values():
-        manifest = agent.pool.peer(address).blob(
-            "manifest", oid=oid, timeout_s=agent.timeout_of(0), limit_bytes=LIMIT_BYTES
-        )
-        check_digest(manifest, str(header["manifest"]))
-        break
+    manifest = _manifest(agent, oid, holders.values(), str(header["manifest"]))
     fields = json.loads(manifest)["groups"][group]
     layout, digests = Layout.from_json(fields["layout"]), fields["digests"]
     reader = GroupReader(
@@ -79,8 +95,6 @@ def repair_here(agent: Agent, header: dict[str, Any]) -> dict[str, Any]:
     try:
         total = _fill(agent, entry, reader, wanted)
         if entry.sums_digest() != digests[position]:
-            from hetjax.ir.errors import CheckpointError
-
             raise CheckpointError(
                 f"{entry.name}@{entry.step}: position {position} was rebuilt with other bytes than "
                 "the manifest says; a source is wrong in a way its sums do not show"
@@ -103,8 +117,6 @@ def heal(agent: Agent) -> list[str]:
     Returns:
       What could not be repaired, in words.
     """
-    from hetjax.ir.errors import CheckpointError
-
     failed = []
     with agent.store.lock:
         entries = [e for e in agent.store.entries.values() if e.damaged and e.state == COMMITTED]

@@ -8,6 +8,7 @@ import os
 import pathlib
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -120,7 +121,12 @@ def serve(agent: Agent) -> Any:
     if agent.options.metrics_port:
         from hetjax.eccheck.metrics import serve_metrics
 
-        serve_metrics(agent, agent.options.metrics_port)
+        try:
+            serve_metrics(agent, agent.options.metrics_port)
+        except (OSError, OverflowError) as error:
+            raise CheckpointError(
+                f"cannot serve metrics on port {agent.options.metrics_port}: {error}"
+            ) from error
     return server
 
 
@@ -222,13 +228,18 @@ def run(options: AgentOptions, ready: Callable[[dict[str, Any]], None]) -> int:
         from hetjax.eccheck.drain import drain_agent
 
         # In a thread of its own: a disk that hangs must not outlast the grace.
-        result: list[dict[str, Any]] = []
-        worker = threading.Thread(
-            target=lambda: result.append(drain_agent(agent, options.drain_dir)), daemon=True
-        )
+        written = threading.Event()
+
+        def drain() -> None:
+            try:
+                drain_agent(agent, options.drain_dir, written.set)
+            except CheckpointError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+
+        worker = threading.Thread(target=drain, daemon=True)
         worker.start()
         worker.join(options.drain_grace_s)
-        code = 0 if result else 1
+        code = 0 if written.is_set() else 1
     agent.stop()
     server.stop(0.5).wait(2)
     if options.socket and os.path.exists(options.socket):

@@ -217,6 +217,8 @@ def take(
         elif isinstance(leaf, (np.ndarray, np.generic)):
             if leaf.dtype.hasobject:
                 problems.append(f"{path_name(path_of(keys))}: numpy array of dtype object")
+            elif leaf.dtype.fields:
+                problems.append(f"{path_name(path_of(keys))}: numpy array of records")
         elif leaf is not None:
             try:
                 python_value(leaf)

@@ -145,6 +145,8 @@ class Store:
         self.entries: dict[str, Entry] = {}
         self.epoch = 0
         self.evictions = 0
+        # name -> what its newest save must not overwrite: what the directory listed at that time
+        self.protected: dict[str, set[str]] = {}
 
     def fence(self, epoch: int) -> None:
         """Accepts an epoch, and drops what older epochs left unfinished.
@@ -203,6 +205,7 @@ class Store:
             self.fence(epoch)
             if oid in self.entries:
                 raise Refused("failed_precondition", f"object {oid} exists")
+            self.protected[name] = set(protect)
             if not 0 <= position < layout.n:
                 raise Refused("invalid_argument", f"position {position} of {layout.n}")
             for entry in list(self.entries.values()):

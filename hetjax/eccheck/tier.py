@@ -17,7 +17,7 @@ from hetjax.eccheck.client import Client, warn
 from hetjax.eccheck.config import Config, load_config
 from hetjax.eccheck.reader import Found, ObjectReader, Survey, survey
 from hetjax.eccheck.snapshot import Snapshot, take
-from hetjax.eccheck.writer import Request, Saved, save_object
+from hetjax.eccheck.writer import Request, Saved, is_stale, save_object
 from hetjax.ir.errors import CheckpointError
 
 _log = logging.getLogger("hetjax.eccheck")
@@ -45,6 +45,7 @@ class Tier:
         self.last: Saved | None = None
         self._run = config.run
         self._healthy: bool | None = None
+        self._met = False
         self._notes: list[str] = []
         self._told: set[str] = set()
         self._serials: Counter[str] = Counter()
@@ -70,8 +71,10 @@ class Tier:
         self.tell()
         number, count, shared = self.writers()
         if number == 0 and not self._healthy:
-            alive, silent = self.client.probe() if self.config.agents else ({}, {})
-            self._healthy = bool(alive)
+            # Once they have been met, one answer is enough: the training must not wait for a stopped one.
+            probe = self.client.probe if not self._met else self.client.first_answer
+            alive, silent = probe() if self.config.agents else ({}, {})
+            self._healthy, self._met = bool(alive), self._met or bool(alive)
             if not alive:
                 why = "; ".join(f"{a}: {w}" for a, w in silent.items()) or "none is configured"
                 warn(f"no checkpoint agent answers ({why}); saving to disk only")
@@ -104,6 +107,20 @@ class Tier:
         if notes:
             self._told.update(notes)
             warn("; ".join(notes))  # one warning: where warnings are errors, the second would be lost
+
+    def may_go_to_disk(self, error: CheckpointError) -> bool:
+        """Says whether a save that the agents did not take may be written to disk instead.
+
+        Not by a process that was replaced: a newer one writes there. And not where several
+        processes save together, since they do not learn of the trouble at the same moment.
+        """
+        return self.writers()[1] == 1 and not is_stale(error)
+
+    def note(self, text: str) -> None:
+        """Keeps a warning until somebody calls from the training."""
+        _log.warning("%s", text)
+        with self._lock:
+            self._notes.append(text)
 
     # -- saving ---------------------------------------------------------------------------------
 

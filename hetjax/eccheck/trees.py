@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -39,6 +39,13 @@ class Wish:
     dtype: Any = None
     shape: tuple[int, ...] | None = None
     truncate: bool = False
+
+
+class Reads(Protocol):
+    """Where the bytes of leaves come from."""
+
+    def read(self, ranges: Iterable[Range]) -> None:
+        """Fills the destinations."""
 
 
 def empty_aligned(num_bytes: int) -> np.ndarray:
@@ -131,7 +138,7 @@ def saved_sharding(meta: Mapping[str, Any]) -> Any:
 
 
 def restore_leaves(
-    reader: ObjectReader, wishes: Sequence[tuple[Mapping[str, Any], Wish]]
+    reader: Reads, wishes: Sequence[tuple[Mapping[str, Any], Wish]]
 ) -> list[Any]:
     """Returns the values of leaves, read together.
 
@@ -147,9 +154,15 @@ def restore_leaves(
     problems, plans = [], []
     for meta, wish in wishes:
         if meta["t"] not in ("jax", "key", "np"):
+            if meta["t"] == "py" and wish.shape:
+                problems.append(f"{path_name(meta['p'])}: saved a Python value, asked for {list(wish.shape)}")
             plans.append((meta, wish, None, None))
             continue
         leaf = _Leaf(meta)
+        if wish.kind == "scalar" and math.prod(leaf.shape) != 1:
+            problems.append(f"{path_name(meta['p'])}: saved {list(leaf.shape)}, asked for a number")
+        if meta["t"] == "key" and _is_key_dtype(wish.dtype) and not _same_impl(meta["i"], wish.dtype):
+            problems.append(f"{path_name(meta['p'])}: saved keys of {meta['i']}, asked for {wish.dtype}")
         kind, sharding = wish.kind, wish.sharding
         if kind == "any":
             kind = "np" if meta["t"] == "np" else "jax"
@@ -173,7 +186,7 @@ def restore_leaves(
             leaf.need([(0, d) for d in leaf.shape])
         plans.append((meta, wish, leaf, (kind, sharding, shape)))
     if problems:
-        raise CheckpointError("shapes differ from the checkpoint: " + "; ".join(problems))
+        raise CheckpointError("what is asked for differs from the checkpoint: " + "; ".join(problems))
     reader.read(r for _, _, leaf, _ in plans if leaf is not None for r in leaf.ranges())
     return [_finish(*plan) for plan in plans]
 
@@ -182,6 +195,12 @@ def _is_key_dtype(dtype: Any) -> bool:
     import jax
 
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _same_impl(saved: str, dtype: Any) -> bool:
+    import jax
+
+    return jax.random.key(0, impl=saved).dtype == dtype
 
 
 def _plain_sharding(sharding: Any, meta: Mapping[str, Any], leaf: _Leaf) -> Any:
@@ -310,7 +329,7 @@ def restore_tree(
             continue
         path = path_of(keys)
         meta = saved.get(plain_key(path))
-        if meta is None and leaf is None:
+        if leaf is None:  # as orbax does: None stays None, whatever was saved
             wanted.append(None)
         elif meta is None:
             missing.append(path_name(path))

@@ -112,11 +112,17 @@ class _Retry(Exception):
     """An attempt failed in a way that another set of agents may cure."""
 
 
+def is_stale(error: CheckpointError) -> bool:
+    """Says whether a newer start of the job has taken this process's place."""
+    return (
+        isinstance(error, AgentError)
+        and error.code in ("failed_precondition", "unauthenticated") and "stale" in error.detail
+    )
+
+
 def _final(error: CheckpointError) -> bool:
     """Says whether trying again is of no use."""
-    return not isinstance(error, AgentError) or (
-        error.code in ("failed_precondition", "unauthenticated") and "stale" in error.detail
-    ) or error.code == "resource_exhausted"
+    return not isinstance(error, AgentError) or is_stale(error) or error.code == "resource_exhausted"
 
 
 # -- the mailbox -----------------------------------------------------------------------------------

@@ -1,0 +1,179 @@
+"""Trouble that must not stop a training, hang a command or lose the step a restart looks for."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from hetjax.eccheck import Config, EccheckWarning, checkpoint_context, handler_registry
+from hetjax.eccheck.agent import AgentOptions
+from hetjax.eccheck.client import Client
+from hetjax.eccheck.tier import tier_of
+from hetjax.ir.errors import CheckpointError
+
+
+def _state():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return {"w": jax.device_put(jnp.arange(80_000.0), rows), "k": jax.random.key(3),
+            "h": jnp.arange(6, dtype=jnp.bfloat16), "n": np.arange(10), "none": None, "i": 3}
+
+
+def _same(a, b):
+    def plain(x):
+        keys = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if keys else x)
+
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(plain(x), plain(y)), a, b)
+
+
+def _donate_and_change(state):
+    jax.jit(lambda x: x * 0, donate_argnums=0)(state["w"])
+    state["n"][:] = -1
+
+
+def test_a_save_goes_to_disk_when_all_agents_are_gone(fleet, tmp_path):
+    fleet.start(3)
+    config = fleet.config(2, 1)
+    manager = ocp.CheckpointManager(tmp_path, handler_registry=handler_registry(config))
+    manager.save(0, args=ocp.args.StandardSave(_state()))
+    manager.wait_until_finished()
+    for host in fleet.hosts:
+        fleet.kill(host)
+    state = _state()
+    manager.save(1, args=ocp.args.StandardSave(state))
+    _donate_and_change(state)  # after this only the snapshot has the bytes
+    manager.wait_until_finished()
+    with pytest.warns(EccheckWarning, match="step 1 .* was written to disk only: no checkpoint agent answers"):
+        tier_of(config).tell()
+    assert manager.latest_step() == 1
+    want = _state()
+    got = manager.restore(1, args=ocp.args.StandardRestore(want))
+    _same(got, want)
+    assert got["w"].sharding == want["w"].sharding
+    manager.close()
+
+
+def test_the_v1_interface_goes_to_disk_too(fleet, tmp_path):
+    from orbax.checkpoint.experimental import v1
+
+    fleet.start(3)
+    config = fleet.config(2, 1)
+    want = {"w": jnp.arange(1000.0), "n": np.arange(3)}
+    with checkpoint_context(config), v1.training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, want)
+        for host in fleet.hosts:
+            fleet.kill(host)
+        checkpointer.save_async(1, want).result()
+        with pytest.warns(EccheckWarning, match="step 1 .* was written to disk only"):
+            tier_of(config).tell()
+        _same(checkpointer.load(1, want), want)
+
+
+def test_a_process_that_was_replaced_writes_nowhere(fleet, tmp_path):
+    fleet.start(3)
+    config = fleet.config(2, 1)
+    manager = ocp.CheckpointManager(tmp_path, handler_registry=handler_registry(config))
+    manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+    manager.wait_until_finished()
+    for host in fleet.hosts:
+        tier_of(config).client.pool.peer(host.address).call("fence", epoch=9, timeout_s=5)
+    manager.save(1, args=ocp.args.StandardSave({"w": jnp.zeros(3)}))
+    with pytest.raises(CheckpointError, match="was replaced and must not write"):
+        manager.wait_until_finished()
+    assert list(manager.all_steps(read=True)) == [0]
+    manager.close()
+
+
+def test_a_lone_holder_is_no_failed_repair_and_scrub_ends_beside_a_stopped_agent(fleet, tmp_path):
+    from hetjax.eccheck.mend import mend
+
+    fleet.start(2)
+    config = fleet.config(1, 1)
+    with ocp.CheckpointManager(tmp_path, handler_registry=handler_registry(config)) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": jnp.arange(5000.0)}))
+    fleet.kill(fleet.hosts[1])
+    (line,) = mend(tier_of(config).client)["failed"]
+    assert "no agent is free to take it" in line
+    fleet.restart(fleet.hosts[1])
+    report = mend(Client(config))
+    assert not report["failed"] and len(report["repaired"]) == 1
+    os.kill(fleet.hosts[1].process.pid, signal.SIGSTOP)
+    done = subprocess.run(
+        [sys.executable, "-m", "hetjax", "ckpt", "scrub", "--agents", ",".join(config.agents), "--job",
+         "test", "--timeout", "1"], capture_output=True, text=True, timeout=30, cwd=pathlib.Path(__file__).resolve().parents[2])
+    assert done.returncode == 1 and "no answer within the deadline" in done.stderr
+
+
+def test_a_call_of_unknown_length_ends_when_its_agent_stops(fleet):
+    fleet.start(1)
+    peer = tier_of(fleet.config(1, 1)).client.pool.peer(fleet.hosts[0].address)
+    with pytest.raises(CheckpointError, match="no answer within the deadline"), peer.watched(0.3):
+        os.kill(fleet.hosts[0].process.pid, signal.SIGSTOP)
+        peer.call("collect", box="never", count=1, wait_s=60, timeout_s=60)
+
+
+def test_drain_has_the_step_that_the_directory_lists(fleet, tmp_path):
+    drained = tmp_path / "drained"
+    fleet.start(3, extra=("--drain-dir", str(drained)))
+    config = fleet.config(2, 1, drain_dir=str(drained))
+    steps = tmp_path / "steps"
+    with ocp.CheckpointManager(steps, handler_registry=handler_registry(config)) as manager:
+        for step in range(3):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.full(20_000, step)}))
+    shutil.rmtree(steps / "2")  # the trainer died when the agents had it and orbax had not renamed it
+    for host in fleet.hosts:
+        host.process.terminate()
+        assert host.process.wait(20) == 0
+        host.process.stdout.close()
+    with ocp.CheckpointManager(steps, handler_registry=handler_registry(config)) as manager:
+        assert manager.latest_step() == 1
+        assert (manager.restore(1)["w"] == 1).all()
+    assert len(list((drained / "test").iterdir())) == 2  # and step 0 is not
+
+
+@pytest.mark.parametrize("wrong, told", [
+    ({"listen": "127.0.0.1"}, "not HOST:PORT"), ({"listen": "127.0.0.1:99999"}, "not HOST:PORT"),
+    ({"rpc_timeout_s": -1.0, "min_rate_bytes_s": 0.0}, "rpc-timeout .*; min-rate"),
+    ({"scrub_interval_s": float("nan")}, "scrub-interval"), ({"metrics_port": 99999}, "not a port"),
+    ({"token": "sü"}, "printable ASCII"),
+])
+def test_an_agent_refuses_options_that_cannot_be(wrong, told):
+    with pytest.raises(CheckpointError, match=told):
+        AgentOptions(**wrong)
+
+
+def test_configuration_of_the_wrong_type_is_an_error_by_name(tmp_path):
+    from hetjax.eccheck.config import load_config
+
+    for text in ('k = "two"', "tls = {nonsense = 1}", "agents = [1]", "writer = [0]", "rpc_timeout_s = nan"):
+        (tmp_path / "c.toml").write_text(text)
+        with pytest.raises(CheckpointError):
+            load_config(tmp_path / "c.toml")
+    with pytest.raises(CheckpointError, match="printable ASCII"):
+        Config(token="sü")
+
+
+def test_a_target_that_does_not_fit_is_refused_by_name(fleet, tmp_path):
+    fleet.start(3)
+    manager = ocp.CheckpointManager(tmp_path, handler_registry=handler_registry(fleet.config(2, 1)))
+    with pytest.raises(CheckpointError, match="r: numpy array of records"):
+        manager.save(0, args=ocp.args.StandardSave({"r": np.zeros(2, [("a", "i4"), ("b", "f4")])}))
+    manager.save(1, args=ocp.args.StandardSave({"n": 3, "a": jnp.arange(3.0), "k": jax.random.key(0)}))
+    manager.wait_until_finished()
+    target = {"n": jnp.zeros(3), "a": 1, "k": jax.random.key(0, impl="rbg")}
+    with pytest.raises(CheckpointError) as told:
+        manager.restore(1, args=ocp.args.StandardRestore(target))
+    for part in ("n: saved a Python value, asked for [3]", "a: saved [3], asked for a number", "k: saved keys of"):
+        assert part in str(told.value)
+    target = {"n": 0, "a": None, "k": jax.random.key(0)}
+    assert manager.restore(1, args=ocp.args.StandardRestore(target))["a"] is None
+    manager.close()
