@@ -15,7 +15,7 @@ import click
 from hetjax.cli.completion import complete_pipeline
 from hetjax.cli.main import EXIT_GOOD, EXIT_NEGATIVE
 from hetjax.cli.opt import use_colour
-from hetjax.cli.programs import load_bundle
+from hetjax.cli.programs import load_bundle, writing
 from hetjax.ir.errors import HetjaxError
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def _write(blame: Blame, output: str) -> dict[str, str]:
     from hetjax.ir.text import print_bundle
 
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     files = {}
     for name, bundle in (("good", blame.good), ("bad", blame.bad)):
         if bundle is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +95,15 @@ def trace_target(target: str) -> Traced:
     return trace_call(step, structure, leaves, name=name)
 
 
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Turns what the system says of a file that cannot be written into a usage error."""
+    try:
+        yield
+    except OSError as error:
+        raise click.UsageError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
+
+
 def write_text(text: str, output: str | None) -> None:
     """Writes to a file, or to stdout for None and "-".
 
@@ -102,7 +113,5 @@ def write_text(text: str, output: str | None) -> None:
     if output in (None, "-"):
         click.echo(text, nl=not text.endswith("\n"))
         return
-    try:
+    with writing(output):
         Path(output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(f"{output!r} cannot be written: {error}") from None

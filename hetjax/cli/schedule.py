@@ -90,6 +90,7 @@ def schedule(
             raise
         click.echo(json.dumps({"ok": False, "schedule": name, "error": str(error)}))
         return 1
+    from hetjax.cli.programs import writing
     from hetjax.emit.chrome import chrome_trace
     from hetjax.render.gantt import gantt, predicted
     from hetjax.render.text_chart import LEGEND, text_chart
@@ -97,9 +98,11 @@ def schedule(
     names = [f"device {d}" for d in range(len(timeline.spans))]
     if svg is not None:
         title = f"{facts['schedule']}, lower bound {facts['lower_bound']:.6g}"
-        gantt([predicted(timeline)], names, title, seconds=False).save(svg)
+        with writing(svg):
+            gantt([predicted(timeline)], names, title, seconds=False).save(svg)
     if trace is not None:
-        trace.write_text(json.dumps(chrome_trace(timeline, names)), encoding="utf-8")
+        with writing(trace):
+            trace.write_text(json.dumps(chrome_trace(timeline, names)), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(facts))
         return 0

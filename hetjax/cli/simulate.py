@@ -54,7 +54,10 @@ def simulate(
         click.echo(json.dumps({"ok": False, "plan": program, "error": str(error)}))
         return 1
     if trace is not None:
-        trace.write_text(json.dumps(events()), encoding="utf-8")
+        from hetjax.cli.programs import writing
+
+        with writing(trace):
+            trace.write_text(json.dumps(events()), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(facts))
         return 0

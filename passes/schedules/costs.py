@@ -213,6 +213,12 @@ def _problems(costs: PipelineCosts) -> list[str]:
         for d, k in enumerate(costs.max_in_flight):
             if not isinstance(k, int) or k < 1:
                 out.append(f"max_in_flight[{d}] is {k!r}; a device must hold at least one microbatch")
+    if not out:
+        # Twice a step without any overlap: what bounds, schedules and simulator add up stays below it.
+        every = (costs.forward_s, costs.backward_s, costs.latency_s, costs.latency_s, costs.serialisation_s,
+                 costs.serialisation_s, costs.sync_s, costs.update_s)
+        if not math.isfinite(2.0 * costs.num_microbatches * sum(map(sum, every))):
+            out.append("the seconds of a step add up to more than a float can hold")
     return out
 
 
