@@ -137,6 +137,7 @@ class Lanes:
         launched: Callable[[Task, Any], None] | None = None,
     ):
         self._queues: list[queue.SimpleQueue[_Step | None]] = []
+        self._order = threading.Lock()
         for k, instructions in enumerate(lists):
             waiting: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
             lane = _Lane(k, instructions, transport, launched)
@@ -160,8 +161,9 @@ class Lanes:
           LaneFault: a task failed.
         """
         step = _Step(values, len(self._queues), watched)
-        for waiting in self._queues:
-            waiting.put(step)
+        with self._order:  # two callers' steps in another order on each lane would wait for each other
+            for waiting in self._queues:
+                waiting.put(step)
         step.join()
         if step.fault is not None:
             raise step.fault

@@ -151,12 +151,14 @@ class Executor:
         for slot, array in feeds:
             values[slot] = array
         counters = self.counters
-        counters.steps += 1
-        counters.starts_s.append(time.perf_counter())
+        started_s = time.perf_counter()
         if self._threads or watched:
             self._run_lanes(values, watched or self.emulation is not None)
         else:
             self._run_merged(values)
+        # A step that failed is not counted: what it launched is not known, and rates are per step.
+        counters.steps += 1
+        counters.starts_s.append(started_s)
         counters.launches += self._launches
         counters.transfers += self._transfers
         counters.bytes_between_stages += self._bytes

@@ -71,10 +71,14 @@ def test_a_fault_names_stage_microbatch_and_module():
     parallel = hetjax.parallelize(
         step, num_stages=2, num_microbatches=2, mesh="1,1", per_microbatch=True
     )
+    parallel(state, batch)
+    parallel.block_until_ready()
+    launches = parallel.stats()["launches"]
     with pytest.raises(RuntimeFault, match=r"stage 1, microbatch \d.*Model/.*the probe broke"):
         for _ in range(20):
             state, loss = parallel(state, batch)
             parallel.block_until_ready()
+    assert parallel.stats()["launches"] == launches, "a step that failed is counted as if it had run"
 
 
 def test_tasks_that_wait_for_each_other_are_named():

@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import select
+import sys
 import threading
 import time
 
@@ -255,3 +257,35 @@ def test_emulated_links_hold_each_line_for_its_own_share():
     (first, end), (second, last) = sorted(there)
     assert end - first == pytest.approx(0.3) and last - second == pytest.approx(0.3)
     assert second - first == pytest.approx(0.001)
+
+
+def test_steps_of_several_callers_reach_every_lane_in_one_order():
+    class Recorder:
+        def __init__(self):
+            self.seen = []
+
+        def put(self, step):
+            if step is not None:
+                self.seen.append(step)
+                select.select([], [], [], 0)  # lets another caller run
+                step.finish()
+
+    lanes = Lanes([[], []], LocalLinks(2))
+    first, second = Recorder(), Recorder()
+    for waiting in lanes._queues:
+        waiting.put(None)
+    lanes._queues[:] = [first, second]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        callers = [
+            threading.Thread(target=lambda: [lanes.run([]) for _ in range(200)]) for _ in range(4)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    finally:
+        sys.setswitchinterval(interval)
+        lanes.close()
+    assert len(first.seen) == 800 and first.seen == second.seen
