@@ -245,7 +245,11 @@ class ECCheckpointManager(ocp.AbstractCheckpointManager):
     def _survey(self) -> list[Found]:
         if not self._tier.config.agents and not self._tier.config.drain_dir:
             return []
-        return self._tier.survey(self._name).found
+        try:
+            return self._tier.survey(self._name).found
+        except CheckpointError as error:  # all refuse this job: the disk tier stands beneath
+            self._tier.note(f"nothing is looked for in memory: {error}")
+            return []
 
     def _memory_steps(self) -> set[int]:
         return {f.step for f in self._survey() if f.margin() >= 0}

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from hetjax.eccheck import Config, EccheckWarning, checkpoint_context, handler_registry
+from hetjax.eccheck import Config, ECCheckpointManager, EccheckWarning, checkpoint_context, handler_registry
 from hetjax.eccheck.agent import AgentOptions
 from hetjax.eccheck.client import Client
 from hetjax.eccheck.tier import tier_of
@@ -91,6 +91,20 @@ def test_a_process_that_was_replaced_writes_nowhere(fleet, tmp_path):
         manager.wait_until_finished()
     assert list(manager.all_steps(read=True)) == [0]
     manager.close()
+
+
+def test_the_two_tier_manager_goes_on_with_agents_that_refuse_it(fleet, tmp_path):
+    fleet.start(2)
+    with ECCheckpointManager(tmp_path, config=fleet.config(1, 1, job="another")) as manager:
+        with (
+            pytest.warns(EccheckWarning, match="saving to disk only"),
+            pytest.warns(EccheckWarning, match="nothing is looked for in memory: .* job 'test', not 'another'"),
+        ):
+            assert manager.latest_step() is None
+            manager.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+            manager.wait_until_finished()
+        assert manager.latest_step() == 1
+        assert (manager.restore()["w"] == 1).all()
 
 
 def test_a_lone_holder_is_no_failed_repair_and_scrub_ends_beside_a_stopped_agent(fleet, tmp_path):
