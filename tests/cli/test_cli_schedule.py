@@ -84,7 +84,7 @@ def test_list_names_them_all():
     ("interleaved-1f1b --forward 1,1 --microbatches 3", "use 2 or 4"),
     ("1f1b --forward 1,1 --microbatches 2 --svg /nowhere/x.svg", "'/nowhere/x.svg' cannot be written"),
     ("1f1b --forward 1,1 --microbatches 2 --trace /nowhere/x.json", "'/nowhere/x.json' cannot be written"),
-    ("1f1b --forward 1,1e308 --microbatches 2", "more than a float can hold"),
+    ("1f1b --forward 1,5e307 --microbatches 2", "more than a float can hold"),
 ])
 def test_bad_input_exits_with_1(line, words, capsys):
     with pytest.raises(SystemExit) as exit_:
