@@ -13,7 +13,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from hetjax.eccheck import Config, ECCheckpointManager, EccheckWarning, checkpoint_context, handler_registry
+from hetjax.eccheck import (
+    Config,
+    ECCheckpointManager,
+    EccheckWarning,
+    checkpoint_context,
+    handler_registry,
+)
 from hetjax.eccheck.agent import AgentOptions
 from hetjax.eccheck.client import Client
 from hetjax.eccheck.tier import tier_of
