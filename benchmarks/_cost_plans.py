@@ -19,7 +19,7 @@ PLANS = (
     (2, "1,1", 8), (2, "2,1", 2), (2, "4,1", 1), (4, "1,1", 4), (4, "1,1", 8), (4, "2,1", 2),
 )  # fmt: skip
 BATCH, LENGTH, WIDTH, LAYERS = 32, 64, 64, 4
-ROUNDS = 7
+ROUNDS = 10
 
 
 def step_and_data() -> tuple[Any, Any, Any]:
@@ -57,16 +57,18 @@ def calibrated(path: Path) -> tuple[Any, int, float]:
     return Judge.load(path), count, time.perf_counter() - start
 
 
-def compare() -> tuple[list[dict[str, Any]], int, float]:
-    """Returns a row per plan: measured seconds, and predictions; and what calibrating took."""
+def compare() -> tuple[list[dict[str, Any]], int, float, Any]:
+    """Returns a row per plan, measured and predicted; what calibrating took; what it says of the host.
+
+    Plans take turns, half of the rounds before calibrating and half after it, so that what else the
+    machine does meanwhile weighs on both.
+    """
     import jax
 
     import hetjax
     from hetjax.passes.cost.estimate import estimate_program
 
     step, state, batch = step_and_data()
-    with tempfile.TemporaryDirectory() as folder:
-        judge, count, took_s = calibrated(Path(folder) / "profiles.json")
     runs = []
     for stages, mesh, num in PLANS:
         options = {"num_stages": stages, "mesh": mesh, "num_microbatches": num, "schedule": "1f1b"}
@@ -74,20 +76,28 @@ def compare() -> tuple[list[dict[str, Any]], int, float]:
         for _ in range(2):
             placed, out = parallel(state, batch)
             jax.block_until_ready((placed, out))
+        runs.append((parallel, placed))
+    times: list[list[float]] = [[] for _ in runs]
+
+    def take_turns() -> None:
+        for _ in range(ROUNDS):
+            for k, (parallel, placed) in enumerate(runs):
+                start = time.perf_counter()
+                jax.block_until_ready(parallel(placed, batch))
+                times[k].append(time.perf_counter() - start)
+
+    take_turns()
+    with tempfile.TemporaryDirectory() as folder:
+        judge, count, took_s = calibrated(Path(folder) / "profiles.json")
+    take_turns()
+    rows = []
+    for (stages, mesh, num), (parallel, _), took in zip(PLANS, runs, times):
         bundle = parallel._latest.bundle
         judged = estimate_program(bundle, judge=judge)
-        runs.append((parallel, placed, {
+        rows.append({
             "plan": f"{stages} stages of {mesh}, {num} microbatches",
-            "predicted_s": judged.iteration_s, "makespan_s": judged.timeline.makespan_s,
-            "analytic_s": estimate_program(bundle).iteration_s, "sources": dict(judged.sources)["op costs"],
-        }))  # fmt: skip
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(ROUNDS):
-        for k, (parallel, placed, _) in enumerate(runs):
-            start = time.perf_counter()
-            jax.block_until_ready(parallel(placed, batch))
-            times[k].append(time.perf_counter() - start)
-    rows = [
-        {**row, "measured_s": statistics.median(t)} for (_, _, row), t in zip(runs, times)
-    ]
-    return rows, count, took_s
+            "measured_s": statistics.median(took), "predicted_s": judged.iteration_s,
+            "makespan_s": judged.timeline.makespan_s, "analytic_s": estimate_program(bundle).iteration_s,
+            "sources": dict(judged.sources)["op costs"],
+        })  # fmt: skip
+    return rows, count, took_s, judge.store.hosts["cpu"]

@@ -15,8 +15,8 @@ from hetjax.ir.errors import PassError, PlanError
 from hetjax.ir.plan import Plan
 from hetjax.ir.program import Program
 from hetjax.passes.cost.estimate import estimate_program, fragment_prices
-from hetjax.passes.cost.judge import ANALYTIC, CALL, MEASURED, Judge
-from hetjax.passes.cost.program_price import FragmentPrice
+from hetjax.passes.cost.judge import ANALYTIC, MEASURED, Judge
+from hetjax.passes.cost.program_price import CALL, FragmentPrice
 
 # What the two passes say the source of; where stages differ, each has a line of its own besides.
 PRICED = ("stage times", "sent bytes", "step time", "memory")
@@ -97,6 +97,9 @@ class PriceStep:
             found = estimate_program(bundle, judge=judge)
         except PlanError as error:
             return bundle.note("price", f"the step is not priced: {error}")
+        for s, dtype in found.emulated:
+            kind = plan.stages[s].kind
+            bundle = bundle.note("price", f"stage {s} computes in {dtype}, which {kind} emulates, and is priced so")
         sources, predicted_s = plan.sources, plan.predicted_s
         if predicted_s is None:
             predicted_s = found.iteration_s

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetjax.calibrate.host import time_host
 from hetjax.calibrate.layered import (
     Layered,
     Unit,
@@ -287,6 +287,25 @@ def _ready(
             yield item, functools.partial(_time_unit, call, arrays)
 
 
+def _heaviest(agenda: Agenda) -> Callable[[Any], Callable[[], Any]] | None:
+    """Returns what compiles the layer with most work on one device for any device; None without layers."""
+    alone = [i for i in agenda.items if i.at and i.unit and i.at.data * i.at.model == 1]
+    if not alone:
+        return None
+    item = max(alone, key=lambda i: sum(k.flops for k in i.measured.work.kernels))
+    cut, unit = item.at, item.unit
+    program = cut.bundle.program if cut else None
+    if unit is None or program is None:
+        return None
+    few = program.replace(fragments=(unit.fragment,))
+
+    def call_on(device: Any) -> Callable[[], Any]:
+        compiled, meshes = compile_program(few, [device] * len(program.meshes))
+        return fragment_call(compiled[unit.fragment.name], meshes[unit.fragment.stage])[0]
+
+    return call_on
+
+
 def _time_product(op: Any, graph: Graph, device: Any) -> tuple[Timing, int]:
     return time_product(op, graph, device), 3
 
@@ -313,8 +332,10 @@ def _surroundings(
             progress("transfers between local devices", *at)
         rows = time_transfers(agenda.devices[0], agenda.devices[1], TRANSFER_BYTES)
         links[kind.name] = link_of("inside", rows, "hetjax calibrate, device to device")
-    if kind.platform == "cpu":
-        hosts[kind.name] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if kind.name not in hosts or not hosts[kind.name].drives:
+        if progress:
+            progress("hand-overs and calls of this host", *at)
+        hosts[kind.name] = time_host(kind, agenda.devices, _heaviest(agenda))
     update_store(
         path,
         lambda s: dataclasses.replace(

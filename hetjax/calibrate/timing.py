@@ -31,9 +31,9 @@ class Timing:
     """What a call took.
 
     Attributes:
-      seconds: the median over rows of calls, per call.
-      host_s: processor seconds of the whole process, per call, median.
-      spread: (largest - least) / median.
+      seconds: of a call: the lower quartile over rows of calls, as other work only adds to them.
+      host_s: processor seconds of the whole process, per call, in the same way.
+      spread: (largest - least) / seconds.
       runs: rows.
     """
 
@@ -69,9 +69,36 @@ def time_calls(call: Callable[[], Any], *, budget_s: float = 0.3) -> Timing:
         jax.block_until_ready(results)
         rows.append(((time.perf_counter() - start) / length, (time.process_time() - host) / length))
     seconds = [s for s, _ in rows]
-    middle = statistics.median(seconds)
-    host_s = statistics.median(h for _, h in rows)
-    return Timing(middle, host_s, (max(seconds) - min(seconds)) / middle, len(rows))
+    quiet, host_s = _lower_quartile(seconds), _lower_quartile([h for _, h in rows])
+    return Timing(quiet, host_s, (max(seconds) - min(seconds)) / quiet, len(rows))
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[0]
+
+
+def time_cold(call: Callable[[], Any], runs: int = 15) -> float:
+    """Returns the calling thread's processor seconds of a call between other work, the median.
+
+    A step launches each of its calls once in a while, after others: what a call needs is in no cache
+    then, and it takes several times what one takes in a row of its like.
+
+    Args:
+      call: launches something and returns arrays.
+      runs: how often.
+    """
+    import jax
+
+    other = np.ones(2**20)
+    jax.block_until_ready(call())
+    took = []
+    for _ in range(runs):
+        other = np.sin(other)
+        start = time.thread_time()
+        results = call()
+        took.append(time.thread_time() - start)
+        jax.block_until_ready(results)
+    return statistics.median(took)
 
 
 def fragment_call(unit: CompiledFragment, mesh: Any) -> tuple[Callable[[], Any], int]:

@@ -222,6 +222,7 @@ def _overview(
             "lower_bound_s": e.lower_bound_s,
             "bubble": e.bubble,
             "over": list(e.over),
+            "emulated": [{"stage": s, "dtype": dtype} for s, dtype in e.emulated],
             "estimate_sources": dict(e.sources),
         }
         lines.append(

@@ -11,10 +11,11 @@ from hetjax.ir.display import Shown
 from hetjax.ir.errors import PlanError
 from hetjax.ir.program import Program
 from hetjax.passes.bounds import lower_bound
+from hetjax.passes.cost.host import host_step_s
 from hetjax.passes.cost.judge import Judge
 from hetjax.passes.cost.layers import layer_map, step_layers
 from hetjax.passes.cost.memory import StageMemory, stage_memory
-from hetjax.passes.cost.program_price import FragmentPrice, fragment_price
+from hetjax.passes.cost.program_price import CALL, FragmentPrice, fragment_price
 from hetjax.passes.cost.roofline import ASSUMED, Efficiency
 from hetjax.passes.schedules.check import peak_in_flight
 from hetjax.passes.schedules.costs import PipelineCosts
@@ -105,7 +106,15 @@ def estimate_program(
         activation_bytes=[m.activations for m in memory],
         static_bytes=[m.static_bytes for m in memory],
     )
-    bound = lower_bound(_least_costs(program, cluster, work_s)).lower_s
+    driven_s = _driven_s(program, cluster, prices, judge) if judge is not None else None
+    least = _least_costs(program, cluster, work_s)
+    if driven_s is not None:
+        # Calls overlap with what runs, and copies are the processors' work.
+        net_s = {n: s - dict(prices[n].sources).get(CALL, 0.0) for n, s in work_s.items()}
+        least = _least_costs(program, cluster, net_s)
+        zeros = (0.0,) * (least.num_stages - 1)
+        least = least.replace(serialisation_s=zeros, latency_s=zeros)
+    bound = lower_bound(least).lower_s
     emulated = [
         (f.stage, dtype) for f in program.fragments for dtype in prices[f.name].compute.emulated
     ]
@@ -114,7 +123,7 @@ def estimate_program(
     total = sum(runs[n] * p.seconds for n, p in prices.items())
     unsure = sum(runs[n] * p.seconds * p.uncertainty for n, p in prices.items())
     return ProgramEstimate(
-        max(timeline.makespan_s, host_s),
+        max(timeline.makespan_s if driven_s is None else driven_s, host_s),
         max(bound, host_s),
         timeline,
         prices,
@@ -146,6 +155,21 @@ def fragment_prices(
     return {f.name: judge.price(program, f, cluster, layers) for f in program.fragments}
 
 
+def _driven_s(
+    program: Program, cluster: Cluster, prices: Mapping[str, FragmentPrice], judge: Judge
+) -> float | None:
+    """Returns the step's seconds where its devices are the processors of one host that also drives them.
+
+    None where they are not, or where it was not measured what driving them costs.
+    """
+    devices = [cluster.devices[d] for mesh in program.meshes for d in mesh.devices]
+    kinds = {mesh.kind for mesh in program.meshes}
+    host = judge.store.hosts.get(next(iter(kinds))) if len(kinds) == 1 else None
+    if host is None or not host.drives or not host.processors or len({d.node for d in devices}) > 1:
+        return None
+    return host_step_s(program, prices, host)
+
+
 def _host_bound_s(
     program: Program, cluster: Cluster, prices: Mapping[str, FragmentPrice], judge: Judge
 ) -> float:
@@ -153,7 +177,8 @@ def _host_bound_s(
     needed: dict[str, float] = {}
     for f in program.fragments:
         mesh = program.meshes[f.stage]
-        processors = judge.store.hosts.get(mesh.kind, 0)
+        host = judge.store.hosts.get(mesh.kind)
+        processors = host.processors if host else 0
         nodes = {cluster.devices[d].node for d in mesh.devices}
         runs = program.num_microbatches if f.per_microbatch else 1
         if processors:

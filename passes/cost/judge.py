@@ -21,16 +21,18 @@ from hetjax.passes.cost.forest import Residual, ResidualForest, train_forest
 from hetjax.passes.cost.group import Group, mesh_group
 from hetjax.passes.cost.layers import LayerMap, Segment, segments
 from hetjax.passes.cost.program_price import (
+    CALL,
     FragmentPrice,
     OpWork,
     fragment_ops,
+    num_arrays,
     price_ops,
     work_of,
 )
 from hetjax.passes.cost.store import Measured, ProfileStore
 from hetjax.passes.cost.work import Work, work_price
 
-MEASURED, FOREST, ANALYTIC, CALL = "measured", "analytic x forest", "analytic", "call"
+MEASURED, FOREST, ANALYTIC = "measured", "analytic x forest", "analytic"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +144,8 @@ class Judge:
         )
         seconds = {MEASURED: 0.0, FOREST: 0.0, ANALYTIC: 0.0, CALL: 0.0}
         variance = host_s = 0.0
-        processors = self.store.hosts.get(kind.name, 0)
+        host = self.store.hosts.get(kind.name)
+        processors = host.processors if host else 0
         for (_, work), m in zip(parts, found):
             if m is not None:
                 net_s = self.store.net_s(m)
@@ -196,15 +199,3 @@ def _parts(
         return [(None, work_of(fragment.phase, ops))] if ops else []
     found = segments(program, fragment, ops, layers)
     return [(s, work_of(s.phase, s.ops)) for s in found]
-
-
-def num_arrays(program: Program, fragment: Fragment) -> int:
-    """Returns how many arrays a compiled fragment takes and gives."""
-    m = program.num_microbatches
-    taken = sum(m if p.form == "concat" else 1 for p in fragment.inputs)
-    given = 0
-    for p in fragment.outputs:
-        if p.form == "sum":  # the accumulator comes in, too
-            taken += 1
-        given += m if p.form == "micro" and not fragment.per_microbatch else 1
-    return taken + given

@@ -24,6 +24,8 @@ from hetjax.passes.cost.traffic import memory_traffic
 from hetjax.passes.cost.work import Kernel, Work, gathered, kernel_price
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
+# The source of a call's own seconds, beside what it computes.
+CALL = "call"
 # Ops that keep what is known of a parameter's sharding.
 _LAYOUT = ("transpose", "convert_element_type", "copy", "stop_gradient", "optimization_barrier")
 
@@ -217,6 +219,18 @@ def _product_reductions(
     nbytes = avals[op.outputs[0]].nbytes / parts_of(split - reduced, mesh)
     for axis in sorted(reduced):
         yield axis, nbytes
+
+
+def num_arrays(program: Program, fragment: Fragment) -> int:
+    """Returns how many arrays a compiled fragment takes and gives."""
+    m = program.num_microbatches
+    taken = sum(m if p.form == "concat" else 1 for p in fragment.inputs)
+    given = 0
+    for p in fragment.outputs:
+        if p.form == "sum":  # the accumulator comes in, too
+            taken += 1
+        given += m if p.form == "micro" and not fragment.per_microbatch else 1
+    return taken + given
 
 
 def axis_group(mesh: StageMesh, axis: str) -> tuple[tuple[int, ...], int]:

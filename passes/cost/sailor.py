@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,12 @@ def read_plan(text: str, filename: str = "<json>") -> PublishedPlan:
         spread = any(
             len(nodes) != 1 for stage in pipelines[0]["tmp_per_stage"] for nodes, _ in stage
         )
+        problems += [
+            f"{filename}: tmp_per_stage[{s}]: a replica of {tensor} GPUs on a node of {nodes[0][1]}"
+            for s, stage in enumerate(pipelines[0]["tmp_per_stage"])
+            for nodes, tensor in stage
+            if len(nodes) == 1 and nodes[0][1] < tensor
+        ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise PlanError(
             f"{filename}: pipeline_list: not as in their plan files ({error!r})"
@@ -263,10 +270,32 @@ def read_plan(text: str, filename: str = "<json>") -> PublishedPlan:
             f"{filename}: tmp_per_stage[{s}]: unknown GPU {gpu!r}{nearest(gpu, KINDS)}"
             for gpu in sorted({r.gpu for r in stage if r.gpu not in KINDS})
         ]
+    problems += [f"{filename}: {p}" for p in _contradictions(data, pipelines[0], layers, replicas)]
     if problems:
-        raise PlanError(problems)
+        raise PlanError(list(dict.fromkeys(problems)))
     real, peak = data.get("real"), data.get("max_mem")
     return PublishedPlan(layers, replicas, data["mbs"], data["gbs"], real, peak)
+
+
+def _contradictions(
+    data: Mapping[str, Any],
+    pipeline: Mapping[str, Any],
+    layers: Sequence[Sequence[int]],
+    replicas: Sequence[Sequence[Replica]],
+) -> Iterator[str]:
+    """Yields what a plan says that cannot be, or that it says otherwise elsewhere."""
+    stages, shares = pipeline.get("num_stages"), pipeline.get("dp")
+    if type(stages) is int and stages != len(layers):
+        yield f"num_stages: {stages}, and layers_per_stage has {len(layers)}"
+    if isinstance(shares, list) and shares != [len(stage) for stage in replicas]:
+        yield f"dp: {shares}, and tmp_per_stage has {[len(stage) for stage in replicas]} replicas"
+    flat = [layer for stage in layers for layer in stage]
+    if any(type(n) is not int for n in flat) or any(b <= a for a, b in itertools.pairwise(flat)):
+        yield "layers_per_stage: layers must be whole numbers, each more than the one before"
+    for key in ("real", "max_mem"):
+        value = data.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            yield f"{key}: must be a number, not {value!r}"
 
 
 def plan_cluster(folder: str | Path, plan: PublishedPlan) -> Cluster:
@@ -297,9 +326,11 @@ def plan_cluster(folder: str | Path, plan: PublishedPlan) -> Cluster:
                 continue
             entry = _dig(between, r.zone, r.gpu, str(r.tensor), o.zone, o.gpu, str(o.tensor))
             if entry is None:
+                wrong = [z for z in (r.zone, o.zone) if z not in between]
+                hint = f": unknown zone {wrong[0]!r}{nearest(wrong[0], between)}" if wrong else ""
                 raise PlanError(
                     f"no measured link from {r.tensor} {r.gpu} in {r.zone} "
-                    f"to {o.tensor} {o.gpu} in {o.zone}"
+                    f"to {o.tensor} {o.gpu} in {o.zone}{hint}"
                 )
             name = f"{site} nodes" if other == site else f"{site} - {other}"
             ends = () if other == site else (site, other)

@@ -4,7 +4,7 @@
    "kinds": {"cpu": {...}},                      device kinds as they were described when measured
    "efficiency": {"cpu": {"top": 0.4, ...}},     curves fitted to the products and copies measured
    "calls": [{"kind": "cpu", "devices": 2, "base_s": 3e-05, "array_s": 1e-06}],
-   "hosts": {"cpu": 2},                          processors that all CPU devices of a host share
+   "hosts": {"cpu": {"processors": 2, ...}},     what one process that drives devices of a kind spends itself
    "links": {"cpu": {...}},                      between two devices of a node
    "measured": [{"signature": "51593f…", "kind": "cpu", "data": 2, "model": 1, "nodes": 1, "link": {...},
                  "phase": "forward", "layer": "GPT/block_0", "step": "train_step", "microbatch": 4,
@@ -37,6 +37,7 @@ from hetjax.ir.plan import SOURCES
 from hetjax.ir.suggest import nearest
 from hetjax.passes.cost.forest import Sample
 from hetjax.passes.cost.group import Group
+from hetjax.passes.cost.host import HostTime
 from hetjax.passes.cost.profiles import Profiles
 from hetjax.passes.cost.roofline import Efficiency
 from hetjax.passes.cost.work import WORK_PHASES, Work
@@ -131,7 +132,7 @@ class ProfileStore:
       kinds: device kinds by name.
       efficiency: fitted curves by kind.
       calls: by (kind, devices).
-      hosts: processors that all devices of a host share, by kind; CPU kinds only.
+      hosts: what a host's own work costs, by the kind of its devices.
       links: between two devices of a node, by kind.
       layers: imported tables of layers by name.
     """
@@ -140,7 +141,7 @@ class ProfileStore:
     kinds: Mapping[str, DeviceKind] = dataclasses.field(default_factory=dict)
     efficiency: Mapping[str, Efficiency] = dataclasses.field(default_factory=dict)
     calls: Mapping[tuple[str, int], CallTime] = dataclasses.field(default_factory=dict)
-    hosts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    hosts: Mapping[str, HostTime] = dataclasses.field(default_factory=dict)
     links: Mapping[str, Link] = dataclasses.field(default_factory=dict)
     layers: Profiles = dataclasses.field(default_factory=Profiles)
 
@@ -200,7 +201,7 @@ class ProfileStore:
             "kinds": {n: dataclasses.asdict(k) for n, k in self.kinds.items()},
             "efficiency": {n: dataclasses.asdict(e) for n, e in self.efficiency.items()},
             "calls": calls,
-            "hosts": dict(self.hosts),
+            "hosts": {n: dataclasses.asdict(h) for n, h in self.hosts.items()},
             "links": {n: dataclasses.asdict(x) for n, x in self.links.items()},
         }
         parts = [f'"hetjax_profiles": {VERSION}', *(f'"{n}": {_dump(v)}' for n, v in plain.items())]
@@ -342,29 +343,73 @@ def _measured_row(m: Measured) -> dict[str, Any]:
 
 
 def _read_link(row: Mapping[str, Any]) -> Link:
+    _check_fields(row, Link)
     curve = tuple((int(n), float(b)) for n, b in row["curve"])
+    if row["bandwidth_bytes_s"] <= 0 or any(b <= 0 for _, b in curve):
+        raise _Wrong(".bandwidth_bytes_s and .curve: must be above 0")
     return Link(**{**row, "between": tuple(row["between"]), "curve": curve})
 
 
 def _read_kind(row: Mapping[str, Any]) -> DeviceKind:
+    _check_fields(row, DeviceKind)
     lists = {n: tuple(row[n]) for n in ("emulated_dtypes", "device_kinds")}
     peaks = tuple((str(d), float(v)) for d, v in row["peak_flops"])
     return DeviceKind(**{**row, **lists, "peak_flops": peaks})
 
 
 def _read_efficiency(row: Mapping[str, Any]) -> Efficiency:
+    _check_fields(row, Efficiency)
     return Efficiency(**{**row, "tops": tuple((str(d), float(v)) for d, v in row["tops"])})
 
 
 def _read_calls(rows: Any) -> dict[tuple[str, int], CallTime]:
-    return {
-        (str(r["kind"]), int(r["devices"])): CallTime(float(r["base_s"]), float(r["array_s"]))
-        for r in rows
-    }
+    out = {}
+    for i, r in enumerate(rows):
+        try:
+            _check_fields({k: v for k, v in r.items() if k not in ("kind", "devices")}, CallTime)
+        except _Wrong as error:
+            raise _Wrong(f"[{i}]{error}") from None
+        time = CallTime(float(r["base_s"]), float(r["array_s"]))
+        out[str(r["kind"]), int(r["devices"])] = time
+    return out
 
 
-def _by_name(read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], dict[str, Any]]:
-    return lambda rows: {str(name): read(row) for name, row in rows.items()}
+def _read_host(row: Any) -> HostTime:
+    # Stores of earlier versions hold the number of processors alone.
+    if isinstance(row, int):
+        return HostTime(processors=row)
+    _check_fields(row, HostTime)
+    return HostTime(**row)
+
+
+def _check_fields(row: Mapping[str, Any], cls: type) -> None:
+    """Refuses fields a dataclass has not, and numbers below 0.
+
+    Raises:
+      _Wrong: says which field, and the nearest there is.
+    """
+    fields = {f.name: f.type for f in dataclasses.fields(cls)}
+    for key, value in row.items():
+        if key not in fields:
+            raise _Wrong(f".{key}: unknown field{nearest(key, list(fields))}")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if fields[key] in ("float", "int") and not (number and value >= 0):
+            raise _Wrong(f".{key}: must be a number, at least 0, not {value!r}")
+
+
+def _by_name(read: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
+    def read_all(rows: Any) -> dict[str, Any]:
+        out = {}
+        for name, row in rows.items():
+            try:
+                out[str(name)] = read(row)
+            except _Wrong as error:
+                raise _Wrong(f".{name}{error}") from None
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise _Wrong(f".{name}: not as it should be ({error})") from None
+        return out
+
+    return read_all
 
 
 _NUMBERS = {
@@ -403,6 +448,8 @@ def _read_measured(rows: Any) -> dict[MeasuredKey, Measured]:
         try:
             work = Work.from_row(row["work"])
             link = None if row.get("link") is None else _read_link(row["link"])
+        except _Wrong as error:
+            raise _Wrong(f"[{i}].link{error}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise _Wrong(f"[{i}]: work or link is not as it should be ({error!r})") from None
         m = Measured(**{**row, "work": work, "link": link})
@@ -416,7 +463,7 @@ _FIELDS: dict[str, Callable[[Any], Any] | None] = {
     "kinds": _by_name(_read_kind),
     "efficiency": _by_name(_read_efficiency),
     "calls": _read_calls,
-    "hosts": lambda rows: {str(k): int(n) for k, n in rows.items()},
+    "hosts": _by_name(_read_host),
     "links": _by_name(_read_link),
     "measured": _read_measured,
 }

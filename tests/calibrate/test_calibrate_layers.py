@@ -1,6 +1,7 @@
 """`hetjax calibrate`: what is measured, what is not measured twice, what survives a kill, what is judged by it."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -15,9 +16,9 @@ from hetjax.calibrate.layered import legal_counts, usual_sizes
 from hetjax.cli.main import cli
 from hetjax.ir.errors import MicrobatchError, PlanError
 from hetjax.passes.cost.estimate import estimate_program
-from hetjax.passes.cost.judge import Judge, num_arrays
+from hetjax.passes.cost.judge import Judge
 from hetjax.passes.cost.layers import layer_map, segments, step_layers
-from hetjax.passes.cost.program_price import fragment_ops
+from hetjax.passes.cost.program_price import fragment_ops, num_arrays
 from hetjax.passes.cost.store import ProfileStore
 
 STEP = """
@@ -63,7 +64,10 @@ def test_layers_are_measured_equal_ones_once(calibrated):
     assert len(blocks) == 2
     assert all(m.seconds > 0 and m.runs >= 5 and m.arrays > 0 and m.host_s >= 0 for m in store.measured.values())
     assert all(m.source == "measured" and "jaxlib" in m.versions for m in store.measured.values())
-    assert store.hosts == {"cpu": len(os.sched_getaffinity(0))} and ("cpu", 2) in store.calls and "cpu" in store.links
+    host = store.hosts["cpu"]
+    assert host.processors == len(os.sched_getaffinity(0)) and 1 <= host.together <= host.processors
+    assert host.drives and min(dataclasses.astuple(host)) >= 0
+    assert ("cpu", 2) in store.calls and "cpu" in store.links
     assert store.efficiency["cpu"].source == "measured"
     assert 8 <= answer["forest"]["kinds"]["cpu"] <= len(store.measured) and answer["rows"]
     assert answer["fitted_error"] > 0 and -1 <= answer["fitted_rank"] <= 1
@@ -88,7 +92,6 @@ def test_a_store_reads_back_and_merges(calibrated, tmp_path):
     words = ["calibrate", "--store", str(tmp_path / "c.json"), "--merge", str(tmp_path / "a.json"), "--merge", str(tmp_path / "b.json"), "--json"]
     assert json.loads(CliRunner().invoke(cli, words, standalone_mode=False).stdout)["ok"]
     assert ProfileStore.load(tmp_path / "c.json").measured.keys() == store.measured.keys()
-    import dataclasses
 
     slow = {k: dataclasses.replace(m, seconds=2 * m.seconds, cluster="oslo") for k, m in store.measured.items()}
     said = store.disagreements(dataclasses.replace(store, measured=slow))

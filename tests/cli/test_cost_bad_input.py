@@ -10,6 +10,8 @@ from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
 from hetjax.ir.plan import Cut, Plan, StagePlan
 from hetjax.passes.cost.profiles import LayerKey, LayerTime, Profiles
+from hetjax.passes.cost.sailor import read_plan
+from hetjax.passes.cost.store import ProfileStore
 
 CLUSTER = """name = "two"
 [[sites]]
@@ -98,3 +100,37 @@ def test_the_json_says_it_too(folder, capsys):
         main(["simulate", "p.json", "--cluster", "c.toml", "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert end.value.code == 1 and answer["ok"] is False and "did you mean 'v100-16g'" in answer["error"]
+
+
+@pytest.mark.parametrize(("part", "says"), [
+    ('"efficiency": {"cpu": {"tip": 0.4}}', "p.json: efficiency.cpu.tip: unknown field; did you mean 'top'"),
+    ('"hosts": {"cpu": {"procesors": 2}}', "p.json: hosts.cpu.procesors: unknown field; did you mean 'processors'"),
+    ('"hosts": {"cpu": {"move_s": -1}}', "p.json: hosts.cpu.move_s: must be a number, at least 0, not -1"),
+    ('"links": {"cpu": {"bandwidth_bytes_s": -1.0}}', "p.json: links.cpu.bandwidth_bytes_s: must be a number, at least 0"),
+    ('"calls": [{"kind": "cpu", "devices": 1, "bas_s": 1}]', "p.json: calls[0].bas_s: unknown field; did you mean 'base_s'"),
+    ('"measurd": []', "p.json: measurd: unknown field; did you mean 'measured'"),
+])
+def test_a_wrong_profile_store_names_key_and_nearest(part, says):
+    with pytest.raises(PlanError) as error:
+        ProfileStore.from_json('{"hetjax_profiles": 1, ' + part + "}", "p.json")
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"num_stages": 3}, "num_stages: 3, and layers_per_stage has 2"),
+    ({"dp": [1, 2]}, "dp: [1, 2], and tmp_per_stage has [1, 1] replicas"),
+    ({"layers_per_stage": [[0, 1], [1, 2]]}, "layers must be whole numbers, each more than the one before"),
+    ({"tmp_per_stage": [[[[["GH-69", 4, "z"]], 4]], [[[["GH-96", 2, "z"]], 4]]]}, "unknown GPU 'GH-69'; did you mean 'GH-96'"),
+    ({"tmp_per_stage": [[[[["GH-96", 4, "z"]], 4]], [[[["GH-96", 2, "z"]], 4]]]}, "a replica of 4 GPUs on a node of 2"),
+    ({"max_mem": "lots"}, "max_mem: must be a number, not 'lots'"),
+])
+def test_a_published_plan_that_contradicts_itself_is_refused(changes, says):
+    replica = [[[["GH-96", 4, "z"]], 4]]
+    pipeline = {"num_stages": 2, "layers_per_stage": [[0, 1], [2, 3]], "tmp_per_stage": [replica, replica], "dp": [1, 1]}
+    plan = {"pipeline_list": [pipeline], "mbs": 2, "gbs": 8, "max_mem": 5}
+    assert read_plan(json.dumps(plan)).num_stages == 2
+    for key, value in changes.items():
+        (pipeline if key in pipeline else plan)[key] = value
+    with pytest.raises(PlanError) as error:
+        read_plan(json.dumps(plan), "p.json")
+    assert says in str(error.value)

@@ -75,6 +75,16 @@ def test_a_dtype_that_a_kind_lacks_leaves_the_plan_unpriced_and_says_so(bundle):
     assert topic == "price" and "has no f32" in sentence
 
 
+def test_a_dtype_that_a_kind_emulates_is_noted(bundle):
+    kind = bundle.cluster.kinds[0]
+    old = dataclasses.replace(
+        presets.KINDS["v100-16g"], name=kind.name, peak_flops=(("f64", 1e12),), emulated_dtypes=("f32",))
+    other = bundle.replace(cluster=dataclasses.replace(bundle.cluster, kinds=(old,)))
+    notes = run_pipeline(unpriced(other), [PriceStages(), PriceStep()]).notes
+    said = [sentence for topic, sentence in notes if topic == "price"]
+    assert said == [f"stage {s} computes in f32, which cpu emulates, and is priced so" for s in (0, 1)]
+
+
 def measured_layers(bundle, times):
     """A store in which layers took a multiple of what the data sheet says; None stands for all others."""
     program, cluster = bundle.program, bundle.cluster
