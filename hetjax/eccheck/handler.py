@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import pathlib
 import re
 from collections.abc import Coroutine
@@ -31,6 +32,7 @@ from hetjax.ir.errors import CheckpointError
 
 MANIFEST_FILE = "hetjax_eccheck.json"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_log = logging.getLogger("hetjax.eccheck")
 _known: dict[tuple[str, int], tuple[int, str]] = {}
 
 
@@ -61,7 +63,11 @@ def _step_and_object(path: pathlib.Path) -> tuple[int, str] | None:
     except OSError:
         return None
     if key not in _known:
-        manifest = read_manifest(path.parent)
+        try:
+            manifest = read_manifest(path.parent)
+        except CheckpointError as error:
+            _log.warning("left out: %s", error)
+            return None
         if manifest is None:
             return None
         _known[key] = manifest.step, manifest.oid

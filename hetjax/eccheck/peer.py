@@ -73,7 +73,10 @@ class Peer:
         else:
             if tls.name:
                 options.append(("grpc.ssl_target_name_override", tls.name))
-            ca, cert, key = (pathlib.Path(p).read_bytes() for p in (tls.ca, tls.cert, tls.key))
+            try:
+                ca, cert, key = (pathlib.Path(p).read_bytes() for p in (tls.ca, tls.cert, tls.key))
+            except OSError as error:
+                raise CheckpointError(f"cannot read a file for TLS: {error}") from error
             self._channel = grpc.secure_channel(
                 address, grpc.ssl_channel_credentials(ca, key, cert), options=options
             )

@@ -22,6 +22,7 @@ from hetjax.eccheck import (
 )
 from hetjax.eccheck.agent import AgentOptions
 from hetjax.eccheck.client import Client
+from hetjax.eccheck.config import Tls, load_config
 from hetjax.eccheck.tier import tier_of
 from hetjax.ir.errors import CheckpointError
 
@@ -113,6 +114,21 @@ def test_the_two_tier_manager_goes_on_with_agents_that_refuse_it(fleet, tmp_path
         assert (manager.restore()["w"] == 1).all()
 
 
+def test_a_damaged_manifest_of_one_step_hinders_no_other(fleet, tmp_path):
+    fleet.start(2)
+    manager = ocp.CheckpointManager(tmp_path, handler_registry=handler_registry(fleet.config(1, 1)))
+    for step in range(3):
+        manager.save(step, args=ocp.args.StandardSave({"w": np.full(5, step)}))
+        manager.wait_until_finished()
+        if step == 0:
+            (tmp_path / "0" / "default" / "hetjax_eccheck.json").write_text("{")
+    assert (manager.restore(2)["w"] == 2).all()
+    assert (tmp_path / "2" / "default" / "hetjax_eccheck.json").exists(), "it went to disk"
+    with pytest.raises(CheckpointError, match=r"0/default/hetjax_eccheck\.json: not a checkpoint manifest"):
+        manager.restore(0)
+    manager.close()
+
+
 def test_a_lone_holder_is_no_failed_repair_and_scrub_ends_beside_a_stopped_agent(fleet, tmp_path):
     from hetjax.eccheck.mend import mend
 
@@ -172,14 +188,15 @@ def test_an_agent_refuses_options_that_cannot_be(wrong, told):
 
 
 def test_configuration_of_the_wrong_type_is_an_error_by_name(tmp_path):
-    from hetjax.eccheck.config import load_config
-
     for text in ('k = "two"', "tls = {nonsense = 1}", "agents = [1]", "writer = [0]", "rpc_timeout_s = nan"):
         (tmp_path / "c.toml").write_text(text)
         with pytest.raises(CheckpointError):
             load_config(tmp_path / "c.toml")
     with pytest.raises(CheckpointError, match="printable ASCII"):
         Config(token="sü")
+    secured = Config(agents=("127.0.0.1:1",), tls=Tls("/nowhere/ca", "/nowhere/cert", "/nowhere/key"))
+    with pytest.raises(CheckpointError, match=r"cannot read a file for TLS.*/nowhere/ca"):
+        Client(secured).pool.peer("127.0.0.1:1")
 
 
 def test_a_target_that_does_not_fit_is_refused_by_name(fleet, tmp_path):
