@@ -185,7 +185,7 @@ class Agent:
             position=int(header["position"]), layout=Layout.from_json(header["layout"]),
             live=set(map(str, header["live"])), protect=set(map(str, header["protect"])),
         )
-        return {"chunk_offsets": entry.chunk_offsets, "evicted": evicted}
+        return {"chunk_offsets": entry.chunk_offsets, "evicted": evicted, "id": self.id}
 
     def _op_where(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         entry = self.store.get(str(header["oid"]))

@@ -253,6 +253,7 @@ def _save(
         plan = {
             "oid": oid, "epoch": epoch, "layouts": [lay.to_json() for lay in layouts],
             "offsets": {a: reply["chunk_offsets"] for (_, _, a), reply in begun},
+            "ids": {a: reply["id"] for (_, _, a), reply in begun},
         }
         if request.count > 1:
             _post(client, lead, box + "/plan", 0, plan)
@@ -378,8 +379,8 @@ def write_bytes(client: Client, snapshot: Snapshot, writer: int, plan: Mapping[s
     placed, size = place(layout), layout.block_bytes
     local = client.local()
     home = next(h for w, h, _ in layout.writers if w == writer)
-    if local is None:
-        home = -1
+    if local is None or plan["ids"].get(layout.members[home]) != local.agent_id:
+        home = -1  # none, or the agent was started anew and the memory mapped here is the old one's
     offsets = plan["offsets"].get(layout.members[home]) if home >= 0 else None
     streams: dict[int, PutStream] = {}
     sealed: list[list[int]] = []

@@ -129,6 +129,32 @@ def test_a_damaged_manifest_of_one_step_hinders_no_other(fleet, tmp_path):
     manager.close()
 
 
+def test_memory_of_an_agent_that_was_started_anew_is_not_written(fleet, tmp_path, monkeypatch):
+    fleet.start(3)
+    config = fleet.config(2, 1)
+    client = tier_of(config).client
+    manager = ocp.CheckpointManager(tmp_path, handler_registry=handler_registry(config))
+    manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(90_000)}))
+    manager.wait_until_finished()
+    probe = client.probe
+
+    def probe_and_lose():  # the home agent is replaced between the sign of life and the save
+        answers = probe()
+        monkeypatch.setattr(client, "probe", probe)
+        fleet.kill(fleet.hosts[0])
+        fleet.restart(fleet.hosts[0])
+        return answers
+
+    monkeypatch.setattr(client, "probe", probe_and_lose)
+    manager.save(1, args=ocp.args.StandardSave({"w": np.arange(90_000.0)}))
+    manager.wait_until_finished()
+    fresh = Client(config)
+    for host in fleet.hosts:
+        assert fresh.pool.peer(host.address).call("scrub", timeout_s=10)[0]["damaged"] == []
+    assert (manager.restore(1)["w"] == np.arange(90_000.0)).all()
+    manager.close()
+
+
 def test_a_lone_holder_is_no_failed_repair_and_scrub_ends_beside_a_stopped_agent(fleet, tmp_path):
     from hetjax.eccheck.mend import mend
 
