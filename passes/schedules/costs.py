@@ -202,6 +202,10 @@ def _problems(costs: PipelineCosts) -> list[str]:
         out.append(f"num_microbatches is {costs.num_microbatches!r}; it must be an integer of at least 1")
     if not 0 <= costs.weight_share <= 1:
         out.append(f"weight_share is {costs.weight_share}; it is a share, from 0 to 1")
+    out += [
+        f"lines[{i}] is {pair!r}; it must be a pair: what activations travel on, what gradients travel on"
+        for i, pair in enumerate(costs.lines) if not isinstance(pair, (tuple, list)) or len(pair) != 2
+    ]
     devices = set(costs.device_of)
     if devices != set(range(len(devices))):
         out.append(f"device_of names devices {sorted(devices)}; number them 0, 1, ... without gaps")

@@ -96,10 +96,11 @@ def test_transfers_that_wait_for_each_other():
 
 def test_bad_costs_are_all_named():
     with pytest.raises(PlanError) as error:
-        PipelineCosts((1.0, -1.0), (2.0,), 0, latency_s=(float("nan"),), max_in_flight=(1, 0), weight_share=2)
+        PipelineCosts((1.0, -1.0), (2.0,), 0, latency_s=(float("nan"),), max_in_flight=(1, 0), weight_share=2,
+                      lines=(("up",),))
     text = str(error.value)
     for words in ("forward_s[1] is -1.0", "backward_s has 1 entries, expected 2", "num_microbatches is 0",
-                  "latency_s[0] is nan", "max_in_flight[1] is 0", "weight_share is 2"):
+                  "latency_s[0] is nan", "max_in_flight[1] is 0", "weight_share is 2", "lines[0] is ('up',)"):
         assert words in text
 
 
