@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
+CASES ?= ../shared/cases
 PYTEST_ARGS ?=
 # Tests run in two processes: more would starve the eight forced devices of each of them.
 WORKERS ?= 2
@@ -15,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick nightly notebooks lint docs docs-check bench build clean
+.PHONY: help demo test quick nightly notebooks lint docs docs-check cases bench build clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +58,9 @@ docs: $(VENV)/installed ## docs/passes.md, from the passes
 
 docs-check: $(VENV)/installed-dev ## Every path, command and make target named in the documents exists
 	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
+
+cases: $(VENV)/installed-dev ## docs/cases.md: the train steps of CASES=FOLDER through `hetjax check`
+	$(BIN)/python -m hetjax.cli.case_table $(CASES) --write docs/cases.md
 
 bench: $(VENV)/installed-dev ## The benchmarks, in their quick form
 	@for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script --quick || exit 1; done

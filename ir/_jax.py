@@ -22,6 +22,12 @@ from jax._src import source_info_util as _siu  # user's file:line and the name s
 from jax._src.interpreters import (
     mlir as _mlir,  # lowering rules: the only table of primitives by name
 )
+from jax._src.interpreters.batching import (
+    BatchTracer as _BatchTracer,  # whether a value differs along a vmapped axis
+)
+from jax._src.lax.lax import (
+    _convert_element_type,  # the public one sets a weak type only where the dtype is the default one
+)
 from jax._src.literals import (
     TypedNdArray as _TypedNdArray,  # what a jaxpr literal holds since jax 0.8
 )
@@ -163,6 +169,23 @@ def jaxpr_function(closed: Any) -> Callable[..., list[Any]]:
 def is_weak(value: Any) -> bool:
     """Returns whether an array or Python scalar has JAX's weak type."""
     return bool(getattr(value, "weak_type", isinstance(value, (bool, int, float, complex))))
+
+
+def is_batched(value: Any) -> bool:
+    """Returns whether a value inside a vmapped function differs along the innermost vmapped axis."""
+    return isinstance(value, _BatchTracer) and value.batch_dim is not None
+
+
+def is_key(value: Any) -> bool:
+    """Returns whether an array holds typed PRNG keys."""
+    return jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def with_weak_type(value: Any, weak_type: bool) -> Any:
+    """Returns an array with JAX's weak type flag set or cleared; keys, which have none, as they are."""
+    if is_weak(value) == weak_type or jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
+        return value
+    return _convert_element_type(value, value.dtype, weak_type=weak_type)
 
 
 def shaped(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

@@ -270,6 +270,11 @@ def _emit(
         )
 
 
+def encoded_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns an equation's parameters as `Op.params` holds them, by name."""
+    return {k: encode_param(k, v, _region) for k, v in params.items()}
+
+
 def _inline(
     builder: _Builder, body: Any, inputs: tuple[Atom, ...], scopes: Scopes, source: str
 ) -> list[Atom]:

@@ -85,6 +85,10 @@ class Plan(Shown):
       per_microbatch: True when the step's meaning is per microbatch by the user's choice.
       stages: in pipeline order.
       state_specs: (path, spec) of the state leaves that are not replicated, sorted by path.
+      layer_edges: per loop over layers, in program order: 0, the first layer of each later part of it, and
+        the number of layers; () where no loop is split.
+      recompute: what backwards compute again instead of keeping it: "" nothing, "cheap" elementwise ops,
+        "stage" the stage's whole forward.
       microbatch_reason: why that number of microbatches.
       seed, evaluations: of the search that found it, or None.
       sources: (what, one of `SOURCES`) pairs.
@@ -103,6 +107,8 @@ class Plan(Shown):
     warmups: tuple[int, ...] = ()
     per_microbatch: bool = False
     state_specs: tuple[tuple[str, Spec], ...] = ()
+    layer_edges: tuple[tuple[int, ...], ...] = ()
+    recompute: str = ""
     microbatch_reason: str = ""
     seed: int | None = None
     evaluations: int | None = None

@@ -192,6 +192,8 @@ _PLAN: dict[str, _Read] = {
     "warmups": _many(_whole),
     "per_microbatch": _flag,
     "state_specs": _many(_pair(_text, _many(_many(_text)))),
+    "layer_edges": _many(_many(_whole)),
+    "recompute": _text,
     "microbatch_reason": _text,
     "seed": _optional(_whole),
     "evaluations": _optional(_whole),

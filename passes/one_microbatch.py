@@ -31,8 +31,8 @@ class OneMicrobatch:
 def one_microbatch(graph: Graph, refusal: Refusal | None = None) -> Microbatching:
     """Returns the microbatching with M = 1, always exact.
 
-    Values that depend on the batch, and all of forward and backward that depends on it, are typed B
-    (they run in the one microbatch); what the update makes of them is U; everything else is R.
+    Values that depend on the batch, in prologue, forward and backward, are typed B (they run in the
+    one microbatch); what the update makes of them is U; everything else is R.
 
     Args:
       graph: the labelled full graph.
@@ -45,7 +45,7 @@ def one_microbatch(graph: Graph, refusal: Refusal | None = None) -> Microbatchin
     }
     for op in graph.ops:
         kinds = {types[r].kind for r in op.refs}
-        in_microbatch = op.region in ("forward", "backward") or not has_gradient
+        in_microbatch = op.region != "update" or not has_gradient
         if not kinds & {"B", "U"}:
             kind = "R"
         elif in_microbatch:

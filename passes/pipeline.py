@@ -28,13 +28,18 @@ def lower(bundle: Bundle, *, donate: bool = False, profiles: str = "") -> Bundle
       donate: whether old state buffers may be reused.
       profiles: the profile store to price by; "" prices by data sheets.
     """
-    return run_pipeline(bundle, lowering(donate=donate, profiles=profiles))
+    recompute = bundle.plan.recompute if bundle.plan is not None else ""
+    return run_pipeline(bundle, lowering(donate=donate, profiles=profiles, recompute=recompute))
 
 
-def lowering(*, donate: bool = False, profiles: str = "") -> str:
+def lowering(*, donate: bool = False, profiles: str = "", recompute: str = "") -> str:
     """Returns the pipeline of `lower`."""
     options = {"plan-donation": "{state}"} if donate else {}
     if profiles:
         by = f"{{profiles={json.dumps(profiles)}}}"
         options |= {"price-stages": by, "price-step": by}
-    return ",".join(n + options.get(n, "") for n in LOWERING if n != "plan-stages")
+    names = [name for name in LOWERING if name != "plan-stages"]
+    if recompute:
+        names.insert(names.index("cut-stages") + 1, "recompute-residuals")
+        options["recompute-residuals"] = f"{{mode={recompute}}}"
+    return ",".join(n + options.get(n, "") for n in names)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hetjax.frontend.axis import bind_axis, describe
 from hetjax.frontend.compare import F32, Difference, Tolerance, worst
 from hetjax.frontend.parity import Case, StepParity, side_by_side
 from hetjax.ir.display import Shown
@@ -52,7 +53,8 @@ class CheckReport(Shown):
             "ok": self.ok, "refused": self.refusal is not None, "name": self.name, "steps": len(self.steps),
             "max_abs": None, "max_rel": None, "worst": [], "rtol": bound.rtol, "atol": bound.atol,
             "stages": self.stats.get("stages"), "microbatches": self.stats.get("microbatches"),
-            "bytes_between_stages": self.stats.get("bytes_between_stages"), "groups": [], "notes": list(self.notes),
+            "bytes_between_stages": self.stats.get("bytes_between_stages"),
+            "residual_bytes": self.stats.get("residual_bytes"), "groups": [], "notes": list(self.notes),
         }  # fmt: skip
         if self.refusal is not None:
             error = self.refusal
@@ -61,7 +63,8 @@ class CheckReport(Shown):
                 "equation": getattr(error, "equation", ""), "module": getattr(error, "module_path", ""),
                 "source": getattr(error, "source", ""),
             }  # fmt: skip
-        return out | _summary(self)
+        summary = _summary(self)
+        return out | summary | {"notes": [*out["notes"], *(n for n in summary["notes"] if n not in out["notes"])]}
 
     def __str__(self) -> str:
         facts = self.as_dict()
@@ -123,6 +126,10 @@ def run_check(
     done: list[StepParity] = []
     try:
         parallel = parallelize(case.step, **options)
+        if options.get("axis_name") is not None:  # plain jit needs the axis bound too
+            axis = options["axis_name"], options.get("replicas", 1)
+            notes = (*notes, describe(*axis))
+            case = dataclasses.replace(case, step=bind_axis(case.step, *axis))
         for parity in side_by_side(case, parallel, num_steps, tolerance=tolerance):
             done.append(parity)
             if progress:

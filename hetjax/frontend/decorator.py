@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from hetjax.frontend.axis import bind_axis, unbound
 from hetjax.frontend.calls import Structure, flatten_call, is_in_place, rebuild_result
 from hetjax.frontend.entry import Entry
 from hetjax.frontend.planning import (
@@ -46,7 +47,8 @@ def parallelize(
     num_stages: int | None = None, num_microbatches: int | None = None, mesh: MeshLike = None,
     schedule: str | None = None, plan: Plan | str | Path | None = None,
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
-    per_microbatch: bool = False, crossing_dtype: str | None = None, rehearse: bool | str = False,
+    per_microbatch: bool = False, crossing_dtype: str | None = None, axis_name: str | None = None,
+    replicas: int = 1, recompute: str = "", rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
     profiles: str | Path | None = None,
 ) -> Any: ...
@@ -57,7 +59,8 @@ def parallelize(
     num_stages: int | None = None, num_microbatches: int | None = None, mesh: MeshLike = None,
     schedule: str | None = None, plan: Plan | str | Path | None = None,
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
-    per_microbatch: bool = False, crossing_dtype: str | None = None, rehearse: bool | str = False,
+    per_microbatch: bool = False, crossing_dtype: str | None = None, axis_name: str | None = None,
+    replicas: int = 1, recompute: str = "", rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
     profiles: str | Path | None = None,
 ) -> Any:
@@ -83,6 +86,11 @@ def parallelize(
       crossing_dtype: rounds activations and their gradients to "bfloat16", "float8_e4m3fn" or
         "float8_e5m2" for the way between stages; the numbers are then no longer plain jit's. None sends
         them as they are.
+      axis_name: the axis of a step written for pmap (`lax.pmean(…, "batch")`), to be bound.
+      replicas: how many devices that pmap ran on, each with its part of the batch; 1 gives one replica
+        the whole batch.
+      recompute: "cheap" lets backwards compute elementwise values again instead of keeping them from the
+        forward, "stage" a stage's whole forward; "" keeps what the step keeps.
       rehearse: lets CPU devices stand for the cluster's. "timed" also lets stages and links take the
         seconds that the cost model gives the cluster's, in real time; a call then returns when the step
         has ended.
@@ -100,8 +108,8 @@ def parallelize(
         return functools.partial(
             parallelize, cluster=cluster, num_stages=num_stages, num_microbatches=num_microbatches,
             mesh=mesh, schedule=schedule, plan=plan, batch_argnums=batch_argnums, donate=donate,
-            per_microbatch=per_microbatch, crossing_dtype=crossing_dtype, rehearse=rehearse, like=like,
-            progress=progress, profiles=profiles,
+            per_microbatch=per_microbatch, crossing_dtype=crossing_dtype, axis_name=axis_name, replicas=replicas,
+            recompute=recompute, rehearse=rehearse, like=like, progress=progress, profiles=profiles,
         )
     if not callable(fn):
         raise PlanError(
@@ -115,12 +123,15 @@ def parallelize(
     _check_types(
         cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress, profiles
     )
+    if recompute not in ("", "cheap", "stage"):
+        raise PlanError(f"recompute is {recompute!r}; it may be '', 'cheap' or 'stage'")
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
         schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,
         crossing_dtype=crossing_dtype, donate=donate,
         plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
         profiles=str(profiles or ""), profiles_digest=store_digest(profiles) if profiles else "",
+        axis=None if axis_name is None else (axis_name, replicas), recompute=recompute,
     )
     if isinstance(batch_argnums, (int, str)):
         batch_argnums = (batch_argnums,)
@@ -184,6 +195,11 @@ class ParallelFunction(Shown):
     ):
         functools.update_wrapper(self, fn, updated=())
         self.plain = fn
+        self._step = fn
+        if options.axis is not None:
+            if any(type(fn).__name__ == kind for kind in ("PmapFunction", "PmapCallable")):
+                raise PlanError("axis_name binds the axis of the function that pmap was given: pass fn.__wrapped__")
+            self._step = bind_axis(fn, *options.axis, None if batch_argnums is None else tuple(batch_argnums))
         self.options = options
         self._cluster = Cluster.from_toml(cluster) if isinstance(cluster, (str, Path)) else cluster
         self._batch_argnums = tuple(batch_argnums) if batch_argnums is not None else None
@@ -243,10 +259,10 @@ class ParallelFunction(Shown):
         if self._in_place and self._uses_nnx():
             from flax import nnx
 
-            return nnx.jit(self.plain)
+            return nnx.jit(self._step)
         import jax
 
-        return jax.jit(self.plain)
+        return jax.jit(self._step)
 
     def _plain_jit(self) -> Any:
         return self._jitted
@@ -271,10 +287,13 @@ class ParallelFunction(Shown):
             from hetjax.frontend.following import follow_bundle, state_leaves
 
             known_state = functools.partial(state_leaves, self._like)
-        traced = trace_call(
-            self.plain, structure, leaves, name=self._name(), batch_argnums=self._batch_argnums,
-            known_state=known_state,
-        )
+        try:
+            traced = trace_call(
+                self._step, structure, leaves, name=self._name(), batch_argnums=self._batch_argnums,
+                known_state=known_state,
+            )
+        except NameError as error:
+            raise (unbound(error) or error) from error
         start = None
         if self._like is not None:
             bundle = follow_bundle(traced, self._like)
@@ -343,7 +362,7 @@ class ParallelFunction(Shown):
                 return  # a step counter that went through a checkpoint is no longer weakly typed: nothing a user did
             entry = self._entries[before]
             change = "; ".join(
-                f"{entry.graph.inputs[i].path} from {_type_text(a)} to {_type_text(b)}"
+                f"{entry.leaves[i].path} from {_type_text(a)} to {_type_text(b)}"
                 for i, a, b in pairs[:4]
             )
         warnings.warn(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hetjax.frontend.calls import Returned, Structure
+from hetjax.frontend.stacked import Stack
+from hetjax.ir import _jax
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import PlanError
-from hetjax.ir.graph import Graph, Literal
+from hetjax.ir.graph import Argument, Aval, Graph, Literal
+from hetjax.ir.pieces import leaf_aval, leaves_of
 from hetjax.ir.program import Program
 from hetjax.runtime.compiler import CompiledFragment, compile_program
 from hetjax.runtime.executable_store import open_store
@@ -38,6 +42,10 @@ class Entry:
         self.program: Program = bundle.program
         self.graph: Graph = bundle.graph
         self.plan = bundle.plan
+        # The user's leaves; some are kept in pieces, on several stages.
+        self.leaves = leaves_of(self.graph.inputs)
+        self._result_leaves = leaves_of(self.graph.outputs)
+        self._stacks: dict[int, Stack] = {}
         self.executor: Executor | None = None
         self._feeder: Feeder | None = None
         self._devices: tuple[Any, ...] = ()
@@ -78,6 +86,7 @@ class Entry:
         self.executor = Executor(self.program, fragments, meshes, cap, threads, emulation)
         self._feeder = Feeder(self.graph, self.program, self.executor)
         self._loose = self._loose_results()
+        self._find_stacks()
 
     def _loose_results(self) -> list[int]:
         """Returns the results to bring to one device: not state, when stages are several."""
@@ -103,6 +112,7 @@ class Entry:
         executor, feeder = self.executor, self._feeder
         if executor is None or feeder is None:
             raise PlanError("the entry was not compiled")
+        leaves = self._taken_apart(leaves)
         placed, feeds = feeder.feed(leaves)
         results = executor.run(feeds, watched)
         executor.counters.bytes_between_stages += feeder.bytes_between_stages
@@ -115,7 +125,38 @@ class Entry:
             moved = jax.device_put([results[k] for k in self._loose], device)
             for k, array in zip(self._loose, moved):
                 results[k] = array
-        return results
+        return self._put_together(results)
+
+    # -- leaves in pieces --------------------------------------------------------------------------
+
+    def _taken_apart(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        if not self._stacks:
+            return leaves
+        out: list[Any] = []
+        for k, leaf in enumerate(leaves):
+            stack = self._stacks.get(k)
+            out += [leaf] if stack is None else stack.pieces(leaf)
+        return out
+
+    def _put_together(self, results: list[Any]) -> list[Any]:
+        if not self._stacks:
+            return results
+        by_input = {self.leaves[k].positions[0]: stack for k, stack in self._stacks.items()}
+        out = []
+        for leaf in self._result_leaves:
+            if not leaf.edges:
+                out.append(results[leaf.positions[0]])
+                continue
+            first = self.graph.outputs[leaf.positions[0]].updates
+            out.append(by_input[first].whole([results[p] for p in leaf.positions]))  # type: ignore[index]
+        return out
+
+    def _find_stacks(self) -> None:
+        homes = self.homes()
+        for k, leaf in enumerate(self.leaves):
+            if leaf.edges:
+                where = [homes.get(p, (0, ())) for p in leaf.positions]
+                self._stacks[k] = Stack(leaf.edges, [named_sharding(self._meshes[s], spec) for s, spec in where])
 
     def _handed_back(self, k: int, leaves: Sequence[Any], placed: dict[int, Any]) -> Any:
         """Returns an output that no fragment makes: a literal, an input, a captured array."""
@@ -124,7 +165,7 @@ class Entry:
         atom = self.graph.outputs[k].atom
         if isinstance(atom, Literal):
             value = jnp.asarray(atom.value, self._literal_dtype(atom))
-            return value
+            return _jax.with_weak_type(value, atom.aval.weak_type)
         if atom in self.graph.consts:
             return jnp.asarray(self.graph.consts[atom])
         if atom in placed:
@@ -155,7 +196,16 @@ class Entry:
         meshes = [jax_mesh(m, devices) for m in self.program.meshes]
         homes = self.homes()
         out = []
-        for argument in self.graph.inputs[: self.structure.num_leaves]:
-            stage, spec = homes.get(argument.ref, (0, ()))
-            out.append(named_sharding(meshes[stage], spec))
+        for leaf in self.leaves[: self.structure.num_leaves]:
+            where = [homes.get(p, (0, ())) for p in leaf.positions]
+            found = [named_sharding(meshes[stage], spec) for stage, spec in where]
+            out.append(Stack(leaf.edges, found).sharding if leaf.edges else found[0])
+        return out
+
+    def arguments(self) -> list[tuple[Argument, Aval]]:
+        """Returns every input leaf of the user's, whole: path and role, type."""
+        out = []
+        for leaf in self.leaves[: self.structure.num_leaves]:
+            argument = dataclasses.replace(self.graph.inputs[leaf.positions[0]], path=leaf.path)
+            out.append((argument, leaf_aval(self.graph, leaf)))
         return out

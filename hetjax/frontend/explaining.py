@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hetjax.frontend.entry import Entry
 from hetjax.ir.cluster import Cluster
+from hetjax.passes.residuals import residual_bytes
 
 
 def explain(entry: Entry, cluster: Cluster) -> str:
@@ -34,6 +35,10 @@ def explain(entry: Entry, cluster: Cluster) -> str:
     for (a, b), nbytes in sorted(per_step.items()):
         link = cluster.link(plan.stages[a].devices[-1], plan.stages[b].devices[0])
         lines.append(f"  s{a} > s{b}: {nbytes} bytes per step over {link.name}")
+    kept = residual_bytes(program)
+    if any(kept.values()):
+        listed = ", ".join(f"s{s} {n}" for s, n in sorted(kept.items()))
+        lines.append(f"  residuals: {listed} bytes kept from forward to backward per microbatch")
     for topic, sentence in entry.bundle.notes:
         lines.append(f"  {topic}: {sentence}")
     return "\n".join(lines)

@@ -82,11 +82,11 @@ def known_homes(
     """Returns (home, spec) of the leaves that are leaves of the leader's state, by position."""
     by_path: dict[tuple[str, Any], tuple[int, Any]] = {}
     by_tail: dict[tuple[str, Any], tuple[int, Any] | None] = {}
-    for position, home in entry.homes().items():
-        argument = entry.graph.inputs[position]
-        if argument.role != "state":
+    homes = entry.homes()
+    for leaf, (argument, aval) in zip(entry.leaves, entry.arguments()):
+        home = homes.get(leaf.positions[0])
+        if argument.role != "state" or home is None:
             continue
-        aval = entry.graph.avals[position]
         kind = (aval.dtype, aval.shape)
         by_path[argument.path, kind] = home
         for tail in _tails(argument.path):

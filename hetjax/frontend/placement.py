@@ -128,8 +128,8 @@ def abstract_state(entry: Entry, devices: Sequence[Any]) -> Any:
 
     structure = entry.structure
     structs = [
-        _jax.shaped(to_jax_aval(entry.graph.avals[k]), sharding)
-        for k, sharding in enumerate(entry.shardings(devices))
+        _jax.shaped(to_jax_aval(aval), sharding)
+        for (_, aval), sharding in zip(entry.arguments(), entry.shardings(devices), strict=True)
     ]
     return _state_arguments(structure, entry, structs, jax)
 
@@ -140,7 +140,7 @@ def _state_arguments(structure: Structure, entry: Entry, leaves: list[Any], jax:
         state = jax.tree.unflatten(structure.objects_def, leaves[: structure.num_object_leaves])
         found.append(state)
     rest = list(leaves[structure.num_object_leaves :])
-    roles = [a.role for a in entry.graph.inputs[structure.num_object_leaves : structure.num_leaves]]
+    roles = [a.role for a, _ in entry.arguments()[structure.num_object_leaves :]]
     for i, value in structure.statics:
         rest.insert(i, value)
         roles.insert(i, "static")
@@ -201,12 +201,11 @@ def _shardings_by_path(entry: Entry, devices: Sequence[Any]) -> dict[tuple[str, 
     """Returns shardings by (path or end of path, shape); ambiguous ends are left out."""
     out: dict[tuple[str, Any], Any] = {}
     ambiguous: set[tuple[str, Any]] = set()
-    for k, sharding in enumerate(entry.shardings(devices)):
-        argument = entry.graph.inputs[k]
+    for (argument, aval), sharding in zip(entry.arguments(), entry.shardings(devices), strict=True):
         if argument.role != "state":
             continue
         for name in (argument.path, *_tails(argument.path)):
-            key = (name, entry.graph.avals[k].shape)
+            key = (name, aval.shape)
             if key in out and out[key] != sharding and name != argument.path:
                 ambiguous.add(key)
             out[key] = sharding

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
+from hetjax.frontend.axis import describe
 from hetjax.frontend.tracing import Traced
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.cluster import Cluster
@@ -16,6 +18,7 @@ from hetjax.ir.errors import MicrobatchError, PlanError
 from hetjax.ir.graph import Graph
 from hetjax.ir.microbatching import Microbatching, Refusal
 from hetjax.ir.plan import Plan, verify_plan
+from hetjax.passes.choose_layer_edges import layer_edges, split_like
 from hetjax.passes.dumping import environment_instruments
 from hetjax.passes.manager import ambient, run_pipeline
 from hetjax.passes.one_microbatch import one_microbatch
@@ -39,6 +42,8 @@ class Options:
       plan: a plan to use as it is.
       profiles: the profile store that prices; "" prices by data sheets.
       profiles_digest: of its content, so that a kept start rests on the same numbers.
+      axis: name of an axis that was bound, and its replicas.
+      recompute: "" keeps all residuals, "cheap" or "stage" as in recompute-residuals.
     """
 
     num_stages: int | None = None
@@ -51,6 +56,8 @@ class Options:
     plan: Plan | None = None
     profiles: str = ""
     profiles_digest: str = ""
+    axis: tuple[str, int] | None = None
+    recompute: str = ""
 
 
 def build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
@@ -84,11 +91,17 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
             per_microbatch=options.per_microbatch or options.plan.per_microbatch,
         )
     request = Request(options.num_stages, options.mesh, options.schedule)
-    graph, micro = choose_microbatching(graph, traced.retrace, cluster, options, request)
-    bundle = bundle.replace(graph=graph, microbatching=micro)
     plan = options.plan
+    retrace: Callable[[int], Graph] = traced.retrace
+    edges = plan.layer_edges if plan is not None else layer_edges(graph, cluster, request)
+    if edges:
+        graph = split_like(graph, edges)
+        retrace = functools.partial(_retraced_split, traced, edges)
+    graph, micro = choose_microbatching(graph, retrace, cluster, options, request)
+    notes = (("axis", describe(*options.axis)),) if options.axis is not None else ()
+    bundle = bundle.replace(graph=graph, microbatching=micro, notes=(*bundle.notes, *notes))
     if plan is None:
-        plan = plan_stages(graph, micro, cluster, request)
+        plan = plan_stages(graph, micro, cluster, request).with_(layer_edges=edges, recompute=options.recompute)
     elif plan.batch_size != max(1, batch_size_of(graph)):
         raise PlanError(
             f"the plan is for a batch of {plan.batch_size}, this call has {batch_size_of(graph)}; "
@@ -97,6 +110,17 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
     if options.crossing_dtype is not None:
         plan = dataclasses.replace(plan, crossing_dtype=options.crossing_dtype)
     return lower(bundle.replace(plan=plan), donate=options.donate, profiles=options.profiles)
+
+
+def _retraced_split(traced: Traced, edges: tuple[tuple[int, ...], ...], divisor: int) -> Graph:
+    return split_like(_analysed(traced.retrace(divisor)), edges)
+
+
+def _analysed(graph: Graph) -> Graph:
+    found = analyse(Bundle(graph=graph)).graph
+    if found is None:
+        raise PlanError("nothing was traced")
+    return found
 
 
 def choose_microbatching(
@@ -188,7 +212,7 @@ def _prove(
     graph: Graph, retrace: Callable[[int], Graph], num: int, accept: bool
 ) -> tuple[Graph, Microbatching]:
     try:
-        small = analyse(Bundle(graph=retrace(num))).graph
+        small = _analysed(retrace(num))
     except Exception as error:
         lines = str(error).strip().splitlines()
         refusal = Refusal(
@@ -197,8 +221,6 @@ def _prove(
             source=_raised_at(error),
         )
         return graph, Microbatching(num, graph, one_microbatch(graph).types, refusal=refusal)
-    if small is None:
-        raise PlanError("nothing was traced")
     untyped = Microbatching(num, small, ())
     proof = ProveMicrobatching(accept=accept)
     proved = run_pipeline(Bundle(graph=graph, microbatching=untyped), [proof])

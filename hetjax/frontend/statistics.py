@@ -11,6 +11,7 @@ from typing import Any
 from hetjax.frontend.entry import Entry
 from hetjax.frontend.realtime import timeline
 from hetjax.ir.cluster import Cluster
+from hetjax.passes.residuals import residual_bytes
 from hetjax.runtime.dispatch import TaskTime
 
 # A stage that takes this much more or less than predicted is reported.
@@ -27,7 +28,7 @@ def statistics_of(entry: Entry, cluster: Cluster, num_plans: int) -> dict[str, A
 
     Returns:
       always: stages, microbatches, schedule, steps, launches, transfers, bytes_between_stages (a
-      step), compiled, plans, "bytes/s0>s1" per pair of stages; from the second call on: step_s (the
+      step), residual_bytes (kept from forward to backward, a microbatch, all stages), compiled, plans, "bytes/s0>s1" per pair of stages; from the second call on: step_s (the
       median time between calls), examples_per_s, tokens_per_s (of the largest integer batch leaf),
       "mfu/KIND" (model FLOPs over what the devices of a kind could do); after a measured or emulated
       step: measured_step_s, bubble, and per stage "stage_s/s0" (forward and backward of one
@@ -43,6 +44,7 @@ def statistics_of(entry: Entry, cluster: Cluster, num_plans: int) -> dict[str, A
         "launches": counters.launches // steps,
         "transfers": counters.transfers // steps,
         "bytes_between_stages": counters.bytes_between_stages // steps,
+        "residual_bytes": sum(residual_bytes(entry.program).values()),
         "compiled": len(entry.program.fragments),
         "plans": num_plans,
     }

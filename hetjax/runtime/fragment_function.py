@@ -106,7 +106,8 @@ def fragment_function(program: Program, fragment: Fragment) -> FragmentFunction:
             elif port.form == "micro" and not fragment.per_microbatch:
                 results += _slices(value, port, num)
             else:
-                results.append(value)
+                # What is put together from microbatches, or handed on, has lost its weak type on the way.
+                results.append(_jax.with_weak_type(value, avals[port.ref].weak_type))
         return results
 
     call.__name__ = call.__qualname__ = fragment.name.replace("/", "_")

@@ -1,0 +1,245 @@
+"""Train steps of other people through `hetjax check`, as a table.
+
+    python -m hetjax.cli.case_table FOLDER --write docs/cases.md
+
+FOLDER holds `NAME/run.py` with a `build()` (see `hetjax check --help`), and files with a dict `CASES` of
+functions that give (fn, args, meta). Each case runs in a process of its own with 2 stages, 2
+microbatches and 2 shards; one that is refused runs once more with one microbatch.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from hetjax.cli.case_sources import CACHE, flax_examples
+from hetjax.ir.errors import HetjaxError
+
+STAGES, MICROBATCHES, SHARDS = 2, 2, 2
+LIMIT_S = 900
+
+# Case files of small functions: the last argument that can be halved carries the batch, another is the state.
+ADAPTER = """
+import importlib.util, itertools, jax
+spec = importlib.util.spec_from_file_location("cases", {file!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+def build():
+    fn, args, meta = module.CASES[{name!r}]()
+    half = lambda k: [jax.tree.map(lambda x: x[: x.shape[0] // 2], a) if i == k else a for i, a in enumerate(args)]
+    out = jax.eval_shape(fn, *args)
+    if isinstance(out, tuple) and jax.tree.structure(out[0]) == jax.tree.structure(args[0]):
+        step, state, batch = fn, args[0], args[1]
+    else:
+        k = next(k for k in reversed(range(2)) if traces(fn, half, k))
+        place = lambda s, b: (s, b) if k else (b, s)
+        step, state, batch = lambda s, b: (s, fn(*place(s, b))), args[1 - k], args[k]
+    return step, state, itertools.repeat(batch), {{"name": {name!r}}}
+
+def traces(fn, half, k):
+    try:
+        jax.eval_shape(fn, *half(k))
+    except Exception:
+        return False
+    return True
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One run of one case.
+
+    Attributes:
+      case: its name.
+      microbatches: asked for.
+      verdict: "right", "refused", "wrong" or "failed".
+      max_rel: the largest difference in units of its bound, times the relative bound; None if none ran.
+      rtol: the relative bound.
+      residual_bytes: kept from forward to backward, per microbatch.
+      reason: of a refusal or failure, or what was judged by double precision.
+      seconds: the run took.
+    """
+
+    case: str
+    microbatches: int
+    verdict: str
+    max_rel: float | None = None
+    rtol: float | None = None
+    residual_bytes: int | None = None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def cases_in(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, str]:
+    """Returns a `hetjax check` target by case name.
+
+    Args:
+      folder: of cases.
+      scratch: where adapters for files with `CASES` are written.
+    """
+    found = {}
+    for file in sorted(folder.glob("*.py")):
+        text = file.read_text()
+        if not re.search(r"^CASES\s*=\s*\{", text, re.M):
+            continue
+        for name in _names(file):
+            adapter = scratch / f"{file.stem}_{name}.py"
+            adapter.write_text(ADAPTER.format(file=str(file.absolute()), name=name))
+            found[name] = f"{adapter}:build"
+    found.update((f.parent.name, f"{f}:build") for f in sorted(folder.glob("*/run.py")))
+    return found
+
+
+def _names(file: pathlib.Path) -> list[str]:
+    spec = importlib.util.spec_from_file_location(f"_cases_{file.stem}", file.absolute())
+    if spec is None or spec.loader is None:
+        raise HetjaxError(f"{file} cannot be loaded as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.CASES)
+
+
+def run_case(name: str, target: str, steps: int, environment: dict[str, str]) -> list[Row]:
+    """Returns the rows of one case: one, or two where splitting the batch is refused."""
+    rows = [_check(name, target, MICROBATCHES, steps, environment)]
+    if rows[0].verdict == "refused":
+        rows.append(_check(name, target, 1, steps, environment))
+    return rows
+
+
+def is_right(rows: Sequence[Row]) -> bool:
+    """Returns whether a case is right, or refused and then right with one microbatch."""
+    return rows[-1].verdict == "right"
+
+
+def _check(name: str, target: str, microbatches: int, steps: int, environment: dict[str, str]) -> Row:
+    command = [
+        sys.executable, "-c", "from hetjax.cli.main import main; main()", "check", target, "--stages", str(STAGES),
+        "--microbatches", str(microbatches), "--mesh", f"{SHARDS},1", "--steps", str(steps), "--json",
+    ]  # fmt: skip
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return Row(name, microbatches, "failed", reason=f"took longer than {LIMIT_S} s", seconds=LIMIT_S)
+    seconds = time.monotonic() - start
+    try:
+        report = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return Row(name, microbatches, "failed", reason=done.stderr.strip()[-400:], seconds=seconds)
+    return row_of(name, microbatches, report, seconds)
+
+
+def row_of(name: str, microbatches: int, report: dict[str, Any], seconds: float) -> Row:
+    """Returns the row of what `hetjax check --json` printed."""
+    if report.get("refused"):
+        return Row(name, microbatches, "refused", reason=report["reason"], seconds=seconds)
+    if report.get("max_rel") is None:
+        return Row(name, microbatches, "failed", reason=report.get("error", ""), seconds=seconds)
+    verdict = "right" if report["ok"] else "wrong"
+    by_double = sum("double precision" in note for note in report["notes"])
+    reason = f"{by_double} leaves judged by double precision" if by_double else ""
+    if not report["ok"]:
+        reason = "; ".join(w["path"] for w in report["worst"][:3])
+    return Row(
+        name, microbatches, verdict, float(report["max_rel"]), report["rtol"], report["residual_bytes"], reason, seconds
+    )
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Returns the table as a page of the documents."""
+    lines = [
+        "# Train steps of other projects", "",
+        "Made by `python -m hetjax.cli.case_table`. Every case ran through `hetjax check`: plain jit and hetjax side by",
+        "side, every leaf of state and outputs compared after each step. Where whole-batch meaning forbids splitting the",
+        "batch, the refusal is the right answer, and the case runs once more with one microbatch.", "",
+        "Max relative difference is the largest difference of any leaf in units of its bound, times the relative bound",
+        "(1e-6 in f32, 1e-5 for moments, 1e-3 where the step computes in bf16). Residual bytes are what the forwards keep",
+        "for the backwards, per microbatch.", "",
+        "| case | stages | microbatches | shards | verdict | max relative difference | residual bytes |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for r in rows:
+        rel = "" if r.max_rel is None else f"{r.max_rel:.1e}"
+        kept = "" if r.residual_bytes is None else f"{r.residual_bytes:,}"
+        verdict = r.verdict + (f": {_plain(r.reason)}" if r.reason else "")
+        lines.append(f"| {r.case} | {STAGES} | {r.microbatches} | {SHARDS} | {verdict} | {rel} | {kept} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(reason: str) -> str:
+    """Returns a reason on one line, absolute paths shortened to their last part."""
+    text = " ".join(reason.split()).replace("|", "\\|")
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+([\w.-]+\.py)", r"\1", text)
+
+
+@click.command("case_table")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=pathlib.Path))
+@click.option("--only", multiple=True, metavar="NAME", help="Only cases whose name contains this.")
+@click.option("--steps", type=click.IntRange(1), default=2, show_default=True, help="Steps to compare.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Cases at a time.")
+@click.option("--cache", type=click.Path(path_type=pathlib.Path), default=CACHE, help="Where source distributions are kept.")
+@click.option("--offline", is_flag=True, help="Never download; cases whose source is not cached are left out.")
+@click.option("--write", type=click.Path(path_type=pathlib.Path), help="Write the table here, as Markdown.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def case_table(
+    folder: pathlib.Path, only: tuple[str, ...], steps: int, jobs: int, cache: pathlib.Path, offline: bool,
+    write: pathlib.Path | None, as_json: bool,
+) -> None:
+    """Run the cases of FOLDER with 2 stages, 2 microbatches and 2 shards.
+
+    Exits with 1 when one is neither right, nor refused and right with one microbatch.
+    """
+    environment = dict(os.environ)
+    try:
+        environment["HETJAX_CASE_PEERS"] = str(flax_examples(cache, offline=offline))
+        without = False
+    except HetjaxError as error:
+        if not offline:
+            raise click.ClickException(str(error)) from error
+        click.echo(f"left out, as --offline asks: {error}", err=True)
+        without = True
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with tempfile.TemporaryDirectory() as scratch:
+        cases = cases_in(folder, pathlib.Path(scratch))
+        cases = {
+            n: t for n, t in cases.items()
+            if (not only or any(part in n for part in only)) and not (without and n.startswith("flax_"))
+        }
+        if not cases:
+            raise click.ClickException(f"{folder} holds no cases{f' named {only}' if only else ''}")
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            running = [pool.submit(run_case, n, t, steps, environment) for n, t in cases.items()]
+            found = []
+            for job in running:
+                found.append(job.result())
+                for r in found[-1]:
+                    click.echo(f"{r.case}: {r.verdict} with {r.microbatches} microbatches, {r.seconds:.0f} s {r.reason}", err=True)
+    rows = [r for group in found for r in group]
+    bad = [group[0].case for group in found if not is_right(group)]
+    if write is not None:
+        write.write_text(markdown(rows))
+    if as_json:
+        click.echo(json.dumps({"ok": not bad, "rows": [dataclasses.asdict(r) for r in rows]}))
+    elif write is None:
+        click.echo(markdown(rows))
+    if bad:
+        raise click.ClickException(f"not right: {', '.join(bad)}")
+
+
+if __name__ == "__main__":
+    case_table()

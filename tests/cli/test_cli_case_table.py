@@ -1,0 +1,118 @@
+"""The table of other people's train steps: finding cases, judging runs, fetching sources, the page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from hetjax.cli import case_sources
+from hetjax.cli.case_table import Row, case_table, cases_in, is_right, markdown, row_of, run_case
+from hetjax.ir.errors import HetjaxError
+
+CASES = '''
+import jax, jax.numpy as jnp
+CASES = {}
+def case(f): CASES[f.__name__] = f; return f
+@case
+def centred():
+    def step(w, x):
+        loss, g = jax.value_and_grad(lambda w: jnp.mean(jnp.square(jnp.tanh(x @ w) - jnp.tanh(x @ w).mean(0)) @ w))(w)
+        return w - 0.1 * g, loss
+    return step, (jnp.eye(4) + 0.1, jnp.arange(32.0).reshape(8, 4) / 32), {}
+@case
+def doubled():
+    return (lambda w, x: jnp.tanh(x @ w)), (jnp.eye(4), jnp.ones((8, 4))), {}
+'''
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "small.py").write_text(CASES)
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.py").write_text("def build(): ...\n")
+    (tmp_path / "scratch").mkdir()
+    return tmp_path
+
+
+@pytest.mark.quick
+def test_cases_are_dictionaries_and_folders(folder):
+    found = cases_in(folder, folder / "scratch")
+    assert list(found) == ["centred", "doubled", "other"]
+    assert found["other"] == f"{folder}/other/run.py:build"
+
+
+def test_a_refused_case_runs_again_with_one_microbatch(folder):
+    found = cases_in(folder, folder / "scratch")
+    rows = run_case("centred", found["centred"], 1, dict(os.environ))
+    assert [(r.verdict, r.microbatches) for r in rows] == [("refused", 2), ("right", 1)], rows
+    assert "a sum or mean over the batch" in rows[0].reason
+    assert rows[1].residual_bytes and rows[1].max_rel is not None
+    assert is_right(rows)
+
+
+@pytest.mark.quick
+def test_a_run_is_judged_by_its_report():
+    report = {"refused": False, "ok": False, "max_rel": "inf", "rtol": 1e-6, "residual_bytes": 3, "notes": [], "worst": [{"path": "a/b"}]}
+    wrong = row_of("x", 2, report, 1.0)
+    assert (wrong.verdict, wrong.max_rel, wrong.reason) == ("wrong", float("inf"), "a/b")
+    failed = row_of("x", 2, {"ok": False, "refused": False, "error": "boom"}, 1.0)
+    assert (failed.verdict, failed.reason) == ("failed", "boom")
+    assert not is_right([wrong]) and not is_right([failed])
+
+
+@pytest.mark.quick
+def test_the_page_has_a_line_a_run_without_paths_of_this_machine():
+    text = markdown([Row("a", 2, "right", 3e-7, 1e-6, 1234), Row("b", 2, "refused", reason="'sub' at /home/me/x.py:3\nin m|n")])
+    assert "| a | 2 | 2 | 2 | right | 3.0e-07 | 1,234 |" in text
+    assert "| b | 2 | 2 | 2 | refused: 'sub' at x.py:3 in m\\|n |  |  |" in text
+
+
+@pytest.mark.quick
+def test_sources_that_cannot_be_had_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.delenv("HETJAX_CASE_PEERS", raising=False)
+    with pytest.raises(HetjaxError, match="offline was asked for"):
+        case_sources.flax_examples(tmp_path, offline=True)
+    monkeypatch.setattr(
+        subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", "no network")
+    )
+    with pytest.raises(HetjaxError, match=r"could not be fetched[\s\S]*no network[\s\S]*--offline"):
+        case_sources.flax_examples(tmp_path)
+    monkeypatch.setenv("HETJAX_CASE_PEERS", str(tmp_path))
+    with pytest.raises(HetjaxError, match="holds no flax/examples"):
+        case_sources.flax_examples(tmp_path)
+
+
+@pytest.mark.quick
+def test_an_empty_folder_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.delenv("HETJAX_CASE_PEERS", raising=False)
+    done = CliRunner().invoke(case_table, [str(tmp_path), "--offline", "--cache", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "holds no cases" in done.output
+
+
+def test_shared_cases_that_say_most(shared_dir, tmp_path):
+    """A square of the batch's size, and a step out of flax's examples; the rest runs nightly."""
+    _table(shared_dir, tmp_path, "--only", "alpa807", "--only", "flax_vae")
+
+
+@pytest.mark.nightly
+def test_every_shared_case(shared_dir, tmp_path):
+    text = _table(shared_dir, tmp_path)
+    assert text.count("| flax_") == 10  # two of eight run with one microbatch too
+    assert text.count(" right") == 18
+
+
+def _table(shared_dir, tmp_path, *more):
+    page = tmp_path / "cases.md"
+    offline = ["--offline"] if os.environ.get("HETJAX_OFFLINE") == "1" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "hetjax.cli.case_table", str(shared_dir / "cases"), "--write", str(page), *more, *offline],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return page.read_text()

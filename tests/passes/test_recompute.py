@@ -1,0 +1,83 @@
+"""recompute-residuals: fewer bytes kept, the same numbers; the cut is a cheapest one."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import hetjax
+from hetjax.errors import PlanError
+from hetjax.passes.recompute_residuals import _cheapest_cut
+from hetjax.passes.residuals import residual_bytes
+from tests.support import assert_same, make_linen
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_fewer_bytes_and_the_same_numbers(microbatches, schedule):
+    step, state, batch = make_linen(loss="masked", dropout=0.1)
+    want = jax.jit(step)(state, batch)
+    kept = {}
+    for mode in ("", "cheap", "stage"):
+        parallel = hetjax.parallelize(
+            step, num_stages=2, num_microbatches=microbatches, mesh="2,1", recompute=mode, schedule=schedule
+        )
+        got = parallel(state, batch)
+        assert_same(jax.device_get(got), jax.device_get(want))
+        kept[mode] = parallel.stats()["residual_bytes"]
+        assert parallel.plan.recompute == mode
+        if mode:
+            assert "recompute: residual bytes per microbatch: s0 " in parallel.explain()
+    assert kept["stage"] < kept["cheap"] < 0.7 * kept[""]
+
+
+def test_a_stage_that_runs_its_forward_again_keeps_what_it_was_given():
+    step, state, batch = make_linen()
+    parallel = hetjax.parallelize(step, num_stages=2, num_microbatches=2, recompute="stage")
+    parallel.plan_for(state, batch)
+    kept = residual_bytes(parallel._in_use().program)
+    # Stage 0 is given tokens, an input; stage 1 one activation, which it received and did not make.
+    assert kept[0] == 0
+    assert kept[1] <= batch["tokens"].size // 2 * 16 * 4
+
+
+@pytest.mark.quick
+def test_unknown_modes_are_refused():
+    with pytest.raises(PlanError, match="may be '', 'cheap' or 'stage'"):
+        hetjax.parallelize(lambda s, b: (s, b), recompute="all")
+
+
+def enough(wanted, sources, kept):
+    """Whether all that is wanted is kept or can be made."""
+    return all(r in kept or (r in sources and enough(sources[r], sources, kept)) for r in wanted)
+
+
+@pytest.mark.quick
+def test_the_cut_is_a_cheapest_one():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        count = int(rng.integers(4, 9))
+        costs = rng.integers(1, 9, count)
+        sources = {r: tuple(int(x) for x in rng.choice(r, size=min(r, 2), replace=False)) for r in range(2, count) if rng.random() < 0.7}
+        wanted = sorted({count - 1, int(rng.integers(1, count))})
+        found = _cheapest_cut(wanted, sources, lambda r, costs=costs: int(costs[r]))
+        assert enough(wanted, sources, found)
+        best = min(
+            sum(int(costs[r]) for r in kept)
+            for n in range(count + 1)
+            for kept in itertools.combinations(range(count), n)
+            if enough(wanted, sources, kept)
+        )
+        assert sum(int(costs[r]) for r in found) == best
+
+
+def test_a_plan_carries_the_choice(tmp_path):
+    step, state, batch = make_linen(tx=optax.sgd(0.1))
+    hetjax.parallelize(step, num_stages=2, num_microbatches=2, recompute="cheap").plan_for(state, batch).save(tmp_path / "plan.json")
+    again = hetjax.parallelize(step, plan=tmp_path / "plan.json")
+    again.plan_for(state, batch)
+    assert again.plan.recompute == "cheap" and "recompute: residual bytes" in again.explain()
