@@ -54,6 +54,23 @@ def same_rank(a, b):
     return a, b
 
 
+@jax.custom_vjp
+def halved_gradient(a):
+    return jnp.sin(a)
+
+
+halved_gradient.defvjp(lambda a: (jnp.sin(a), a), lambda a, g: (g * jnp.cos(a) * 0.5,))
+
+
+@jax.custom_vjp
+def mean_in_backward(a):
+    """Its gradient is centred along the first axis: over examples, that mixes them."""
+    return a * 1.0
+
+
+mean_in_backward.defvjp(lambda a: (a * 1.0, None), lambda _, g: (g - g.mean(0),))
+
+
 def unary(f):
     return lambda env, k, a: f(inexact(a))
 
@@ -136,6 +153,28 @@ OPS = [
     Op("remat", 2, lambda env, k, a, b: jax.checkpoint(lambda a, b: jnp.tanh(a @ b))(inexact(a), inexact(b))),
     Op("norm", 1, lambda env, k, a: inexact(a) / jnp.sqrt(jnp.sum(a**2) + 1)), Op("stop", 1, lambda env, k, a: lax.stop_gradient(a)),
     Op("vmap", 2, lambda env, k, a, b: jax.vmap(lambda r: jnp.tanh(inexact(b) @ r))(inexact(a))),
+    Op("erf", 1, unary(jax.scipy.special.erf)), Op("log", 1, unary(lambda a: jnp.log(jnp.abs(a) + 0.1))),
+    Op("and", 2, lambda env, k, a, b: (a > 0) & (b > 0), True), Op("or", 2, lambda env, k, a, b: (a > 0) | (b < 0), True),
+    Op("not", 1, lambda env, k, a: ~(a > 0), True), Op("xor", 2, lambda env, k, a, b: (a > 0) ^ (b > 0), True),
+    Op("all", 1, lambda env, k, a: (a > -1).all(axis(a, k)), True), Op("any", 1, lambda env, k, a: (a > 1).any(axis(a, k)), True),
+    Op("all of all", 1, lambda env, k, a: (a > -1).all(), True), Op("count", 1, lambda env, k, a: (a > 0).sum(axis(a, k)), True),
+    Op("count all", 1, lambda env, k, a: jnp.count_nonzero(a > 0), True), Op("share", 1, lambda env, k, a: (a > 0).mean(), True),
+    Op("outer", 2, lambda env, k, a, b: jnp.einsum("i,j->ij", inexact(a).reshape(-1)[:8], inexact(b).reshape(-1)[:4])),
+    Op("outer each", 2, lambda env, k, a, b: inexact(a)[..., :, None] * inexact(b)[..., None, :]),
+    Op("gram", 1, lambda env, k, a: inexact(a) @ inexact(a).T), Op("covariance", 1, lambda env, k, a: inexact(a).T @ inexact(a)),
+    Op("qr", 1, lambda env, k, a: jnp.linalg.qr(square_matrices(a))[k % 2]),
+    Op("custom gradient", 1, unary(halved_gradient)), Op("mixing gradient", 1, unary(mean_in_backward)),
+    Op("scan scales", 1, lambda env, k, a: lax.scan(lambda c, _: (c * 0.5, c.sum()), inexact(a), None, length=3)[k % 2]),
+    Op("scan scales sum", 2, lambda env, k, a, b: lax.scan(lambda c, v: (c + v * inexact(a).sum(), None), inexact(b).sum(), jnp.asarray([1.0, 0.5]))[0]),
+    Op("scan by size", 1, lambda env, k, a: lax.scan(lambda c, _: (c / batch_size(env), None), inexact(a), None, length=1 + k % 2)[0]),
+    Op("scan sums", 2, lambda env, k, a, b: lax.scan(lambda c, v: (c + inexact(b).sum(0), c), jnp.zeros(b.shape[1:]) + inexact(a).sum(), jnp.arange(2))[k % 2]),
+    Op("remat by size", 2, lambda env, k, a, b: jax.checkpoint(lambda a, b: jnp.tanh(a) * b / batch_size(env))(inexact(a), inexact(b))),
+    Op("remat mean", 1, lambda env, k, a: jax.checkpoint(lambda a: jnp.sin(a) - jnp.sin(a).sum(0) / batch_size(env))(inexact(a))),
+    Op("remat noise", 1, lambda env, k, a: jax.checkpoint(lambda a, key: a * jax.random.uniform(key, a.shape))(inexact(a), env["key"])),
+    Op("slice by label", 2, lambda env, k, a, b: lax.dynamic_slice_in_dim(a, b.reshape(-1)[0].astype(int) % 2, 2, axis(a, k)), True),
+    Op("write row", 2, lambda env, k, a, b: lax.dynamic_update_slice_in_dim(a, lax.slice_in_dim(b, 0, 1, axis=0).astype(a.dtype), k % 2, 0)),
+    Op("top 2 summed", 1, lambda env, k, a: lax.top_k(inexact(a), 2)[0].sum(-1)), Op("switch", 2, lambda env, k, a, b: lax.switch(k % 3, [jnp.sin, jnp.cos, lambda v: v * 2], inexact(a) + 0 * inexact(b).sum())),
+    Op("associative", 1, lambda env, k, a: lax.associative_scan(jnp.add, inexact(a), axis=axis(a, k))),
     Op("inner gradient", 2, lambda env, k, a, b: jax.grad(lambda a: jnp.sum(jnp.tanh(a @ inexact(b)) ** 2))(inexact(a))),
 ]  # fmt: skip
 
