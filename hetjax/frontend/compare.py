@@ -23,20 +23,12 @@ first moment alone (Lion takes its sign), its size stands for sqrt(v).
 an output, a moment, the change of a parameter; not in what the parameter already was, or an update
 smaller than 1e-3 of its parameter would never be seen. A leaf stored in a low-precision dtype may
 differ by one unit in its last place, since there is no number between.
-
-*Plain's own rounding.* A sum whose terms cancel (the gradient of a bias before a batch normalisation, a
-norm's scale in bf16) keeps fewer digits than any fixed bound asks for: plain jit on one device and
-plain jit on two differ by more. A leaf past its bound is judged once more: it may in addition differ by
-twice what plain jit itself is off, in that leaf, from the same step in double precision. In bf16 and
-fp16 every sum loses digits, and a small leaf can be near by luck: there it is at least the median, over
-the leaves of the tree, of how far each is off relative to its size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -158,7 +150,6 @@ def compare_step(
     *,
     tolerance: Tolerance | None = None,
     computed_in: Tolerance | None = None,
-    exact: Callable[[], Mapping[Path, np.ndarray] | None] | None = None,
 ) -> tuple[Difference, ...]:
     """Returns one `Difference` per leaf of state and outputs, for two runs of a step from one state.
 
@@ -168,8 +159,6 @@ def compare_step(
       result: (new state, outputs) to judge.
       tolerance: bounds for every float leaf, in place of the defaults by dtype and kind.
       computed_in: `lowest_precision` of the dtypes the step computes in.
-      exact: the step in double precision, leaves by ("state", *path) and ("out", *path), or None where
-        that cannot be had; asked for only where a leaf is past its bound.
     """
     new_state, outputs = reference
     groups = _state_groups(new_state)
@@ -195,57 +184,29 @@ def compare_step(
         bound = wider(_tolerance(dtype), computed_in)
         return "leaf", bound.rtol * sizes.leaf["out", *path] + bound.atol * sizes.tree["out", *path[:1]], bound.rtol
 
-    rounding = functools.partial(_rounding, new_state, groups, computed_in is not None, exact or (lambda: None))
     out = []
     for path in {**new_state, **result[0]}:
         group = "/".join(("state", *groups.get(path, path[:1])))
-        out.append(_compare(("state", *path), group, new_state.get(path), result[0].get(path),
-                            functools.partial(of_state, path), rounding))
+        out.append(_compare("/".join(("state", *path)), group, new_state.get(path),
+                            result[0].get(path), functools.partial(of_state, path)))
     for path in {**outputs, **result[1]}:
         group = "/".join(("out", *path[:1]))
-        out.append(_compare(("out", *path), group, outputs.get(path), result[1].get(path),
-                            functools.partial(of_output, path), rounding))
+        out.append(_compare("/".join(("out", *path)), group, outputs.get(path),
+                            result[1].get(path), functools.partial(of_output, path)))
     return tuple(out)
 
 
 def _compare(
-    keys: Path, group: str, mine: Leaf | None, other: Leaf | None,
+    path: str, group: str, mine: Leaf | None, other: Leaf | None,
     bound: Callable[[Any], tuple[str, Any, float]],
-    rounding: Callable[[Path, Leaf], float | None],
 ) -> Difference:
-    path = "/".join(keys)
     wrong = _structure(mine, other)
     if mine is None or other is None or wrong:
         return Difference(path, group, "structure", np.inf, 0.0, 0.0, np.inf, 0.0, wrong)
     if not _is_float(mine.value.dtype):
         return _exact(path, group, mine, other)
     rule, allowed, rtol = bound(mine.value.dtype)
-    allowed = np.broadcast_to(allowed, mine.value.shape)
-    found = _judge(path, group, rule, mine, other, allowed, rtol)
-    off = None if found.ok else rounding(keys, mine)
-    if off is None:
-        return found
-    again = _judge(path, group, rule, mine, other, allowed + 2 * off, rtol)
-    note = f"plain jit itself is off by {off:.3g} from double precision in this leaf"
-    return dataclasses.replace(again, note=note) if again.ok else found
-
-
-def _rounding(
-    state: Mapping[Path, Leaf], groups: Mapping[Path, Path], low_precision: bool,
-    exact: Callable[[], Mapping[Path, np.ndarray] | None], keys: Path, leaf: Leaf,
-) -> float | None:
-    """Returns how far a leaf of plain jit is off from double precision; None where that is not known."""
-    truth = exact()
-    if truth is None or keys not in truth:
-        return None
-    own = _size(_as_wide(leaf.value) - truth[keys])
-    if not low_precision or keys[0] != "state":
-        return own
-    tree = [p for p in state if groups[p] == groups[keys[1:]] and ("state", *p) in truth]
-    shares = [
-        _size(_as_wide(state[p].value) - truth["state", *p]) / size for p in tree if (size := _size(state[p].value))
-    ]
-    return max(own, _size(leaf.value) * statistics.median_low(shares)) if shares else own
+    return _judge(path, group, rule, mine, other, np.broadcast_to(allowed, mine.value.shape), rtol)
 
 
 def _judge(

@@ -8,12 +8,9 @@ its own state, where it lives; plain jit from a copy of it on one device.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-import numpy as np
 
 from hetjax.frontend.compare import (
     Difference,
@@ -24,7 +21,6 @@ from hetjax.frontend.compare import (
     host_leaves,
     lowest_precision,
 )
-from hetjax.frontend.double import in_double
 from hetjax.ir.errors import HetjaxError
 
 FRAMEWORKS = ("linen", "nnx", "nnx-jaxjit")
@@ -107,12 +103,11 @@ def side_by_side(
         if number == 1:
             computed_in = lowest_precision(_dtypes(plain.trace(graphdef, state, batch).jaxpr.jaxpr))
             _check_state(state, reference[0])
-        exact = functools.cache(functools.partial(_in_double, plain, graphdef, state, batch))
         live, out = _advance(case.framework, parallel, live, batch)
         result = (host_leaves(_split(case.framework, live)[1]), host_leaves(out))
         differences = compare_step(
             before, (host_leaves(reference[0]), host_leaves(reference[1])), result,
-            tolerance=tolerance, computed_in=computed_in, exact=None if tolerance else exact,
+            tolerance=tolerance, computed_in=computed_in,
         )
         yield StepParity(number, differences, computed_in, result[0])
 
@@ -140,22 +135,6 @@ def run_plain(case: Case, num_steps: int, *, x64: bool = False) -> dict[Path, Le
         for _, batch in zip(range(num_steps), case.batches, strict=False):
             state, _ = plain(graphdef, state, batch)
         return host_leaves(state)
-
-
-def _in_double(plain: Any, graphdef: Any, state: Any, batch: Any) -> dict[Path, np.ndarray] | None:
-    """Returns the float leaves of a step in double precision; None where an op has no such form."""
-    import jax
-
-    traced = plain.trace(graphdef, state, batch)
-    with jax.enable_x64(True):
-        try:
-            flat = jax.jit(in_double(traced.jaxpr))(*jax.tree.leaves((state, batch)))
-        except (TypeError, ValueError, NotImplementedError):
-            return None
-    new_state, out = jax.tree.unflatten(jax.tree.structure(traced.out_info), flat)
-    found = {("state", *path): leaf for path, leaf in host_leaves(new_state).items()}
-    found |= {("out", *path): leaf for path, leaf in host_leaves(out).items()}
-    return {path: leaf.value for path, leaf in found.items() if leaf.dtype in ("float64", "complex128")}
 
 
 def _call_plain(plain: Callable[..., Any], *args: Any) -> Any:
@@ -240,6 +219,7 @@ def _describe(result: Any) -> str:
 def _copy(leaf: Any) -> Any:
     """Returns a copy on the default device that keeps weak type; Python scalars stay what they are."""
     import jax
+    import numpy as np
 
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, jax.devices()[0], may_alias=False)
