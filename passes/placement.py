@@ -391,6 +391,9 @@ def _update_stages(
         op = graph.ops[i]
         if kinds[i] != UPDATE:
             continue
+        if _only_acts(op):
+            out[i] = (num_stages - 1,)  # all on one stage, or nothing would keep their order
+            continue
         anchored = [r for r in (*op.refs, *op.outputs) if array(r)]
         if anchored:
             out[i] = (where.get(sets.find(anchored[0]), 0),)
@@ -403,6 +406,11 @@ def _update_stages(
                 wanted.add(homes.get(graph.inputs[returned[r].updates].ref, 0))
         out[i] = tuple(sorted(wanted)) or (0,)
     return out
+
+
+def _only_acts(op: Op) -> bool:
+    """Whether an op is run for its effect: a print or a callback without results."""
+    return not op.outputs and op.eqn is not None and bool(op.eqn.effects)
 
 
 def _scalar_owner(
@@ -437,6 +445,7 @@ def _orders(
     """
     made: dict[Ref, dict[int, Order]] = {}
     out: dict[tuple[int, int], Order] = {}
+    acted: Order = (0, 0, 0)  # when the last print or callback happens: the next one is not earlier
     for i, op in enumerate(graph.ops):
         if kinds[i] not in _PHASE:
             continue
@@ -446,6 +455,8 @@ def _orders(
             for r in op.refs:
                 for t, before in _nearest(made.get(r, {}), s):
                     order = max(order, _after(before, phase, t, s))
+            if _only_acts(op):
+                order = acted = max(order, acted)
             out[i, s] = order
         for r in op.outputs:
             made[r] = {s: out[i, s] for s in stages[i]}
