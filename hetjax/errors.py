@@ -6,6 +6,7 @@ from hetjax.ir.errors import (
     HetjaxError,
     LoweringError,
     MicrobatchError,
+    NanFault,
     ParseError,
     PassError,
     PlanError,
@@ -22,6 +23,7 @@ __all__ = [
     "ParseError",
     "PassError",
     "PlanError",
+    "NanFault",
     "RuntimeFault",
     "VerifyError",
 ]

@@ -77,6 +77,19 @@ def name_scopes(eqn: Any) -> tuple[tuple[str, str], ...]:
     )
 
 
+@contextlib.contextmanager
+def names_of(eqn: Any) -> Iterator[None]:
+    """Within it, what is traced bears the name scopes and the source line of an equation, as in `eval_jaxpr`."""
+    stack = _siu.current_name_stack() + eqn.source_info.name_stack
+    with _siu.user_context(eqn.source_info.traceback, name_stack=stack):
+        yield
+
+
+def without_names() -> Any:
+    """Returns a context within which name scopes start anew, as they do in the body of a loop."""
+    return _siu.reset_name_stack()
+
+
 # Frames of these packages are library code: the user's line is further out.
 _LIBRARIES = ("/site-packages/flax/", "/site-packages/optax/", "/site-packages/chex/")
 
@@ -164,6 +177,31 @@ def drop_dead_equations(closed: Any) -> tuple[Any, list[bool]]:
 def jaxpr_function(closed: Any) -> Callable[..., list[Any]]:
     """Returns a callable that evaluates the jaxpr on flat arguments."""
     return jex.jaxpr_as_fun(closed)
+
+
+def first_inside(eqn: Any, name: str) -> Any:
+    """Returns the first equation of a primitive in an equation and the programs it holds, or None."""
+    if eqn.primitive.name == name:
+        return eqn
+    for inner in jex.jaxprs_in_params(eqn.params):
+        for e in inner.eqns:
+            if (found := first_inside(e, name)) is not None:
+                return found
+    return None
+
+
+def has_gradient(eqn: Any) -> bool:
+    """Returns whether the programs that an equation holds contain a backward: ops of a transposed function."""
+    return any(
+        ("transform", "transpose") in name_scopes(e) or has_gradient(e)
+        for inner in jex.jaxprs_in_params(eqn.params) for e in inner.eqns
+    )
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns what one equation gives for some values."""
+    found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def is_weak(value: Any) -> bool:

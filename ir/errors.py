@@ -93,5 +93,9 @@ class RuntimeFault(HetjaxError):
     """A stage failed while it ran; names stage, microbatch and module path."""
 
 
+class NanFault(RuntimeFault, FloatingPointError):
+    """A result is not finite while jax_debug_nans or jax_debug_infs is on; JAX's own kind of error, too."""
+
+
 class CheckpointError(HetjaxError):
     """A checkpoint cannot be written, found or trusted."""

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 @click.option("--crossing-dtype", metavar="TYPE", help="Round what crosses between stages: bfloat16, float8_e4m3fn, float8_e5m2.")
 @click.option("--axis-name", metavar="NAME", help="Bind this axis, for a step written for pmap.")
 @click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Devices that pmap ran on.")
+@click.option("--double", is_flag=True, help="Both sides in double precision: finds what is no rounding.")
 @click.option("--rehearse", is_flag=True, help="Run the cluster's plan on CPU devices.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     target: str, cluster: str | None, stages: int | None, microbatches: int | None, mesh: str | None,
     steps: int, rtol: float | None, atol: float | None, per_microbatch: bool, crossing_dtype: str | None,
-    axis_name: str | None, replicas: int, rehearse: bool, as_json: bool,
+    axis_name: str | None, replicas: int, double: bool, rehearse: bool, as_json: bool,
 ) -> int:
     """Run plain jit and hetjax side by side and compare every leaf of outputs and state.
 
@@ -54,7 +55,7 @@ def check(
     """
     try:
         report, code = _check(
-            target, steps, _tolerance(rtol, atol),
+            target, steps, _tolerance(rtol, atol), double,
             needed=_devices_needed(stages, mesh),
             options={
                 "cluster": cluster, "num_stages": stages, "num_microbatches": microbatches, "mesh": mesh,
@@ -76,7 +77,7 @@ def check(
 
 
 def _check(
-    target: str, num_steps: int, tolerance: Any, *, needed: int, options: dict[str, Any],
+    target: str, num_steps: int, tolerance: Any, double: bool, *, needed: int, options: dict[str, Any],
     progress: Callable[[str], None] | None,
 ) -> tuple[dict[str, Any], int]:
     force_cpu_devices(max(8, needed))
@@ -94,7 +95,7 @@ def _check(
             progress(f"step {parity.step}: {'equal' if parity.ok else 'UNEQUAL'}")
 
     name = case.meta.get("name", target)
-    report = run_check(case, num_steps, name, tolerance, given, notes=notes, progress=tell)
+    report = run_check(case, num_steps, name, tolerance, given, notes=notes, double=double, progress=tell)
     if report.refusal is not None:
         return report.as_dict(), EXIT_REFUSED
     return report.as_dict(), EXIT_GOOD if report.ok else EXIT_NEGATIVE

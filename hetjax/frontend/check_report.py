@@ -8,11 +8,13 @@ from typing import Any
 
 from hetjax.frontend.axis import bind_axis, describe
 from hetjax.frontend.compare import F32, Difference, Tolerance, worst
-from hetjax.frontend.parity import Case, StepParity, side_by_side
+from hetjax.frontend.parity import Case, StepParity, in_double_precision, side_by_side
 from hetjax.ir.display import Shown
-from hetjax.ir.errors import LoweringError, MicrobatchError
+from hetjax.ir.errors import HetjaxError, LoweringError, MicrobatchError
 
 NUM_WORST = 8
+# In double precision rounding is near 1e-16: what is past these is a mistake. They hold for every float leaf.
+DOUBLE = Tolerance(1e-9, 1e-10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +120,23 @@ def run_check(
     options: Mapping[str, Any],
     *,
     notes: tuple[str, ...] = (),
+    double: bool = False,
     progress: Callable[[StepParity], None] | None = None,
 ) -> CheckReport:
-    """Returns the report of a case; `progress` is called after every step."""
+    """Returns the report of a case; `progress` is called after every step.
+
+    With `double` both sides compute in double precision, and `DOUBLE` bounds every float leaf where no
+    tolerance is given.
+    """
+    if double:
+        import jax
+
+        if options.get("axis_name") is not None:
+            raise HetjaxError("an axis is not bound in double precision: check without --double, or without --axis-name")
+        wide = in_double_precision(case)
+        notes = (*notes, "in double precision: the step's equations on 64-bit floats, its random bits as they are")
+        with jax.enable_x64(True):
+            return run_check(wide, num_steps, name, tolerance or DOUBLE, options, notes=notes, progress=progress)
     from hetjax.frontend.decorator import parallelize
 
     done: list[StepParity] = []

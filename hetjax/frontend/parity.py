@@ -8,6 +8,7 @@ its own state, where it lives; plain jit from a copy of it on one device.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from hetjax.frontend.compare import (
     host_leaves,
     lowest_precision,
 )
+from hetjax.frontend.double import in_double
 from hetjax.ir.errors import HetjaxError
 
 FRAMEWORKS = ("linen", "nnx", "nnx-jaxjit")
@@ -110,6 +112,24 @@ def side_by_side(
             tolerance=tolerance, computed_in=computed_in,
         )
         yield StepParity(number, differences, computed_in, result[0])
+
+
+def in_double_precision(case: Case) -> Case:
+    """Returns a case in double precision, as a linen-style step on a pytree; for use under `enable_x64`."""
+    import jax
+
+    graphdef, state = _split(case.framework, case.state)
+    batches = iter(case.batches)
+    try:
+        first = next(batches)
+    except StopIteration:
+        raise HetjaxError("build() gives no batches") from None
+    pure = _pure(case)
+    step, widen = in_double(lambda state, batch: pure(graphdef, state, batch), state, first)
+    step.__name__ = getattr(case.step, "__name__", "step")  # type: ignore[attr-defined]
+    wide = (widen(1, batch) for batch in itertools.chain([first], batches))
+    with jax.enable_x64(True):
+        return Case(step, widen(0, state), wide, {**case.meta, "framework": "linen"})
 
 
 def run_plain(case: Case, num_steps: int, *, x64: bool = False) -> dict[Path, Leaf]:

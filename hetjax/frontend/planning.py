@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from hetjax.frontend.axis import describe
 from hetjax.frontend.tracing import Traced
+from hetjax.ir import _jax
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import MicrobatchError, PlanError
@@ -84,6 +85,8 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
     graph = bundle.graph
     if graph is None:
         raise PlanError("nothing was traced")
+    if found := manual_parts(graph):
+        raise PlanError("\n".join(found))
     if options.plan is not None:
         verify_plan(options.plan, cluster)
         options = dataclasses.replace(
@@ -102,6 +105,9 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
     bundle = bundle.replace(graph=graph, microbatching=micro, notes=(*bundle.notes, *notes))
     if plan is None:
         plan = plan_stages(graph, micro, cluster, request).with_(layer_edges=edges, recompute=options.recompute)
+        if reason := why_fewer_stages(graph, options.num_stages or 1, plan.num_stages):
+            warnings.warn(f"{graph.name}: {reason}", UserWarning, stacklevel=2)
+            bundle = bundle.replace(notes=(*bundle.notes, ("stages", reason)))
     elif plan.batch_size != max(1, batch_size_of(graph)):
         raise PlanError(
             f"the plan is for a batch of {plan.batch_size}, this call has {batch_size_of(graph)}; "
@@ -178,6 +184,42 @@ def still_refused(traced: Traced, cluster: Cluster, options: Options, refusal: R
         return False
     _, micro = _prove(graph, traced.retrace, num, options.per_microbatch)
     return micro.refusal is not None and micro.refusal.reason == refusal.reason
+
+
+def manual_parts(graph: Graph) -> list[str]:
+    """Returns a sentence for every shard_map of a step: a part written for a mesh that no stage has."""
+    out = []
+    for op in graph.ops:
+        mapped = None if op.eqn is None else _jax.first_inside(op.eqn, "shard_map")
+        if mapped is None:
+            continue
+        axes = ", ".join(map(repr, mapped.params["mesh"].axis_names))
+        file, line = _jax.user_source(mapped)
+        where = " in ".join(part for part in (f"{file}:{line}" if file else op.source, op.block) if part)
+        out.append(
+            f"shard_map over the mesh axes {axes} at {where} is written for one mesh of all devices, and every stage has a "
+            "mesh of its own; write this part for one device (jnp, lax) and let hetjax shard it"
+        )
+    return out
+
+
+def why_fewer_stages(graph: Graph, asked: int, made: int) -> str:
+    """Returns why forward and backward of a step are not spread over the stages asked for; "" where they are."""
+    if asked < 2:
+        return ""
+    inside = None
+    if not any(op.region in ("forward", "backward") for op in graph.ops):
+        inside = next((op for op in graph.ops if op.eqn is not None and _jax.has_gradient(op.eqn)), None)
+    if inside is not None:
+        where = " in ".join(part for part in (inside.source, inside.block) if part)
+        return (
+            f"{asked} stages are asked for, but forward and backward lie inside '{inside.primitive}'"
+            f"{f' at {where}' if where else ''}, which is not cut: one stage runs them all. Take the gradient outside of "
+            "the loop, and let num_microbatches split the batch"
+        )
+    if made < asked:
+        return f"{asked} stages are asked for, and there is room for {made}: it has no forward that could be cut further"
+    return ""
 
 
 def warn_of_one_microbatch(graph: Graph, refusal: Refusal) -> None:

@@ -10,11 +10,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hetjax.ir import _jax
 from hetjax.ir.errors import LoweringError
 from hetjax.ir.exporter import to_jax_aval
 from hetjax.ir.fingerprint import Opaque, digest, plain
 from hetjax.ir.graph import Aval, Op
 from hetjax.ir.program import Fragment, Program, Spec
+from hetjax.runtime.constraints import on_stage
 from hetjax.runtime.executable_store import ExecutableStore, count_cache_hits, worth_keeping
 from hetjax.runtime.fragment_function import FragmentFunction, fragment_function
 from hetjax.runtime.meshes import jax_mesh, named_sharding
@@ -81,7 +83,7 @@ def compile_program(
       LoweringError: a fragment cannot be lowered or compiled; names it.
     """
     meshes = [jax_mesh(m, devices) for m in program.meshes]
-    functions = [fragment_function(program, f) for f in program.fragments]
+    functions = [fragment_function(program, f, _evaluator(meshes[f.stage])) for f in program.fragments]
     jobs: dict[Any, _Job] = {}
     served: list[tuple[Fragment, FragmentFunction, Any, Any]] = []
     for fragment, function in zip(program.fragments, functions):
@@ -101,6 +103,10 @@ def compile_program(
         for fragment, function, code, zeros in served
     }
     return out, meshes
+
+
+def _evaluator(mesh: Any) -> Callable[[Any], Callable[..., list[Any]]]:
+    return lambda closed: _jax.jaxpr_function(on_stage(closed, mesh))
 
 
 def _compile_all(
@@ -175,6 +181,8 @@ def _signature(program: Program, fragment: Fragment, function: FragmentFunction,
 
     tail = lambda: (slots(function.outputs), ports(fragment.outputs))  # noqa: E731
     try:
+        if any(op.eqn is not None and op.eqn.effects for op in fragment.ops):
+            raise Opaque("an executable that calls back into this process is of no use to another")
         return digest((head, ops(lambda _, value: plain(value)), tail()))
     except Opaque:
         # A callable or a sharding: the same only where it is the same object of this process.

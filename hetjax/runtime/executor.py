@@ -15,6 +15,7 @@ from typing import Any
 
 from hetjax.ir.errors import RuntimeFault
 from hetjax.ir.program import Program, Task
+from hetjax.runtime import nans
 from hetjax.runtime.compiler import CompiledFragment
 from hetjax.runtime.dispatch import LaneFault, Lanes, TaskTime
 from hetjax.runtime.instructions import Move, Run, Translator, merge_tasks
@@ -93,6 +94,7 @@ class Executor:
         emulation: Emulation | None = None,
     ):
         self.program, self.meshes, self.counters = program, list(meshes), Counters()
+        self._fragments = dict(fragments)
         self.emulation = emulation
         self.times: list[TaskTime] = []
         self._threads = threads or emulation is not None
@@ -146,13 +148,17 @@ class Executor:
 
         Raises:
           RuntimeFault: a task failed; names stage, microbatch and module paths.
+          NanFault: jax_debug_nans or jax_debug_infs is on, and a result is not finite.
         """
         values: list[Any] = [None] * len(self._translator.slots)
         for slot, array in feeds:
             values[slot] = array
         counters = self.counters
         started_s = time.perf_counter()
-        if self._threads or watched:
+        if kinds := nans.looked_for():
+            with nans.unchecked():
+                self._run_checked(values, kinds)
+        elif self._threads or watched:
             self._run_lanes(values, watched or self.emulation is not None)
         else:
             self._run_merged(values)
@@ -189,6 +195,29 @@ class Executor:
                 raise self._fault(task, error) from error
             for slot in instruction.frees:
                 values[slot] = None
+
+    def _run_checked(self, values: list[Any], kinds: Sequence[str]) -> None:
+        """Runs in one order, keeping what every fragment was given, and looks at the results."""
+        launches: list[nans.Launch] = []
+        for instruction in self._instructions:
+            if isinstance(instruction, Run):
+                if instruction.call is None:
+                    continue
+                given = [values[i] for i in instruction.inputs]
+                compiled = self._fragments.get(instruction.task.work)
+                if compiled is not None and instruction.call is compiled.executable:
+                    launches.append(nans.Launch(instruction.task, given))
+                    given = nans.spared(compiled.function, given)
+                found, slots = instruction.call(*given), instruction.outputs
+            elif instruction.carry is not None:
+                found, slots = instruction.carry([values[i] for i in instruction.sources]), instruction.targets
+            else:
+                continue
+            for slot, array in zip(slots, found):
+                values[slot] = array
+        results = [values[s] for s in self._result_slots if s is not None]
+        if nans.holds(kinds, results):
+            raise nans.fault(self.program, launches, kinds)
 
     def _run_lanes(self, values: list[Any], watched: bool) -> None:
         try:

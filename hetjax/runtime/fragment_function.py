@@ -51,8 +51,15 @@ def accumulator_aval(aval: Aval) -> Aval:
     return Aval(aval.dtype, aval.shape)
 
 
-def fragment_function(program: Program, fragment: Fragment) -> FragmentFunction:
+def fragment_function(
+    program: Program, fragment: Fragment, evaluator: Callable[[Any], Callable[..., list[Any]]] = _jax.jaxpr_function
+) -> FragmentFunction:
     """Returns the function of one fragment.
+
+    Args:
+      program: that it belongs to.
+      fragment: with the equations of its ops.
+      evaluator: makes a function of flat arrays of a closed jaxpr with one equation an op.
 
     Its `call` raises LoweringError, when it is traced, if an op came from text and cannot be lowered.
     """
@@ -88,7 +95,7 @@ def fragment_function(program: Program, fragment: Fragment) -> FragmentFunction:
     def call(*arguments: Any) -> list[Any]:
         # Here, not outside: a start that was kept has no equations, and needs none.
         closed = export_jaxpr(fragment.name.replace("/", "_"), fragment.ops, refs, wanted, avals)
-        evaluate = _jax.jaxpr_function(closed)
+        evaluate = evaluator(closed)
         given = list(arguments[: len(arguments) - num_sums])
         accumulators = iter(arguments[len(arguments) - num_sums :])
         env: dict[Ref, Any] = {}

@@ -215,7 +215,8 @@ class Translator:
         stage, out = unit.fragment.stage, []
         seconds = None if self.work_s is None else self.work_s[task.work]
         label = f"s{stage}/{task}"
-        if not unit.function.outputs:  # the input gradient of a first stage
+        acts = any(op.eqn is not None and op.eqn.effects for op in unit.fragment.ops)
+        if not unit.function.outputs and not acts:  # the input gradient of a first stage
             return [Run(task, None, seconds=seconds, label=label)] if seconds else []
         if unit.zeros is not None and task.work not in started:
             started.add(task.work)

@@ -59,7 +59,8 @@ def test_a_refused_case_runs_again_with_one_microbatch(folder):
 def test_a_run_is_judged_by_its_report():
     report = {"refused": False, "ok": False, "max_rel": "inf", "rtol": 1e-6, "residual_bytes": 3, "notes": [], "worst": [{"path": "a/b"}]}
     wrong = row_of("x", 2, report, 1.0)
-    assert (wrong.verdict, wrong.max_rel, wrong.reason) == ("wrong", float("inf"), "a/b")
+    assert (wrong.verdict, wrong.max_rel, wrong.reason) == ("past its bound", float("inf"), "a/b")
+    assert row_of("x", 2, report, 1.0, double=True).verdict == "wrong"
     failed = row_of("x", 2, {"ok": False, "refused": False, "error": "boom"}, 1.0)
     assert (failed.verdict, failed.reason) == ("failed", "boom")
     assert not is_right([wrong]) and not is_right([failed])
@@ -103,7 +104,7 @@ def test_shared_cases_that_say_most(shared_dir, tmp_path):
 @pytest.mark.nightly
 def test_every_shared_case(shared_dir, tmp_path):
     text = _table(shared_dir, tmp_path)
-    assert text.count("| flax_") == 10  # two of eight run with one microbatch too
+    assert text.count("| flax_") == 12  # two of eight run with one microbatch too, two in double precision
     assert text.count(" right") == 18
 
 

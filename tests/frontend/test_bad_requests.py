@@ -204,3 +204,18 @@ def test_branching_on_an_argument_names_it_and_the_way_on():
         hetjax.parallelize(switched)(state, batch, True)
     notes = "\n".join(caught.value.__notes__)
     assert "is train" in notes and "functools.partial" in notes
+
+
+def test_a_gradient_inside_a_loop_is_told_where_stages_are_asked_for():
+    def step(w, batch):
+        def add(grads, x):
+            return jax.tree.map(jnp.add, grads, jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)), None
+
+        grads, _ = jax.lax.scan(add, jnp.zeros_like(w), batch["x"].reshape(2, -1, batch["x"].shape[-1]))
+        return w - 0.1 * grads, grads.sum()
+
+    w, batch = jnp.eye(4), {"x": np.ones((8, 4), np.float32)}
+    parallel = hetjax.parallelize(step, num_stages=2, num_microbatches=1)
+    with pytest.warns(UserWarning, match=r"2 stages are asked for, but forward and backward lie inside 'scan' at .*py:\d+"):
+        parallel.plan_for(w, batch)
+    assert "stages: 2 stages are asked for" in parallel.explain()
