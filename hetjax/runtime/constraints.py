@@ -69,7 +69,7 @@ def _value(value: Any, mesh: Any) -> Any:
     inner = _rewritten(held[0], mesh)
     if inner is held[0]:
         return value
-    return inner if value is held[0] else value.replace(jaxpr=inner)
+    return inner if isinstance(value, _jax.Jaxpr) else _jax.ClosedJaxpr(inner, held[1])
 
 
 def _constraint(eqn: Any, mesh: Any) -> Any:

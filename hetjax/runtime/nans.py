@@ -34,8 +34,7 @@ def looked_for() -> tuple[str, ...]:
     """Returns "nan" and "inf", those that this thread's jax_debug_nans and jax_debug_infs ask for."""
     import jax
 
-    asked = {"nan": jax.config.jax_debug_nans, "inf": jax.config.jax_debug_infs}
-    return tuple(kind for kind, on in asked.items() if on)
+    return tuple(kind for kind in ("nan", "inf") if getattr(jax.config, f"jax_debug_{kind}s"))
 
 
 @contextlib.contextmanager
@@ -148,7 +147,8 @@ def _within(eqn: Any, inputs: Sequence[Any], kinds: Sequence[str]) -> Any:
         return _walk(jaxpr, consts, inputs, kinds)[0]
     if eqn.primitive.name != "scan":
         return None
-    (jaxpr, consts), length = _jax.as_jaxpr(eqn.params["jaxpr"]), eqn.params["length"]
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    jaxpr, consts = _jax.as_jaxpr(body) or (body, ())
     fixed, carries = eqn.params["num_consts"], eqn.params["num_carry"]
     carry, xs = list(inputs[fixed : fixed + carries]), inputs[fixed + carries :]
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
