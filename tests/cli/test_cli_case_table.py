@@ -96,8 +96,9 @@ def test_an_empty_folder_is_an_error(tmp_path, monkeypatch):
     assert "holds no cases" in done.output
 
 
+@pytest.mark.nightly
 def test_shared_cases_that_say_most(shared_dir, tmp_path):
-    """A square of the batch's size, and a step out of flax's examples; the rest runs nightly."""
+    """A square of the batch's size, and a step out of flax's examples; the rest, test_every_shared_case, takes minutes more."""
     _table(shared_dir, tmp_path, "--only", "alpa807", "--only", "flax_vae")
 
 
