@@ -80,6 +80,11 @@ class Config:
     run: str = ""
 
     def __post_init__(self) -> None:
+        if isinstance(self.agents, str) or not isinstance(self.domains, Mapping):
+            raise CheckpointError(
+                'checkpoint configuration: agents must be a list, as ["10.0.0.7:7471"], and domains a '
+                'table, address = "rack"'
+            )
         problems = []
         if self.k < 1 or self.m < 1:
             problems.append(f"k and m must be at least 1, got k={self.k}, m={self.m}")
@@ -137,6 +142,8 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise CheckpointError(f"{path}: {error}") from error
         values = values.get("eccheck", values)  # type: ignore[assignment]
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: eccheck must be a table, [eccheck]")
     names = {f.name for f in dataclasses.fields(Config)}
     unknown = sorted(set(values) - names - {"token_file"})
     if unknown:

@@ -214,7 +214,8 @@ def test_an_agent_refuses_options_that_cannot_be(wrong, told):
 
 
 def test_configuration_of_the_wrong_type_is_an_error_by_name(tmp_path):
-    for text in ('k = "two"', "tls = {nonsense = 1}", "agents = [1]", "writer = [0]", "rpc_timeout_s = nan"):
+    for text in ('k = "two"', "tls = {nonsense = 1}", "agents = [1]", "writer = [0]", "rpc_timeout_s = nan", "eccheck = 3",
+                 'agents = "a:1"', 'domains = ["a"]'):
         (tmp_path / "c.toml").write_text(text)
         with pytest.raises(CheckpointError):
             load_config(tmp_path / "c.toml")
