@@ -4,6 +4,8 @@
                  all legal plans, and local refinement may find a better one.
   random         plans put together by drawing every decision evenly
   greedy         the likeliest decision by the principles, each time; once per division of the batch
+  dynamic        the dynamic program of `hetjax.passes.search.dynamic`
+  single site    the search itself, on the devices of one site (`on_site`)
   uniform        one grid of (pipeline, data, tensor) degrees for all devices, layers in equal numbers
 
 Each takes an evaluator and leaves its best plan there.
@@ -11,6 +13,7 @@ Each takes an evaluator and leaves its best plan there.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
@@ -104,6 +107,7 @@ def greedy(evaluator: Evaluator) -> None:
         groups: Groups = ()
         best = INF
         while len(groups) < evaluator.problem.stage_limit:
+            evaluator.check()
             state = State(micro, groups)
             weighed = [
                 (view.weigh_group(g)[0] * view.weigh_next(state, g)[0], -i, g)
@@ -133,6 +137,7 @@ def uniform(evaluator: Evaluator) -> None:
         for tensor in tensors:
             for replicas in range(1, problem.device_limit // (stages * tensor) + 1):
                 for micro in moves.micros:
+                    evaluator.check()
                     groups = _grid(problem, micro, stages, tensor, replicas)
                     if groups is None or not all(map(judge.known, groups)):
                         continue
@@ -160,6 +165,16 @@ def _grid(problem: Problem, micro: Micro, stages: int, tensor: int, replicas: in
             return None
         groups.append(Group(tuple(parts)))
     return tuple(groups)
+
+
+def sites(problem: Problem) -> list[str]:
+    """Returns the names of the sites that have devices."""
+    return list(dict.fromkeys(p.site for p in problem.pools))
+
+
+def on_site(problem: Problem, site: str) -> Problem:
+    """Returns the problem with the devices of one site only."""
+    return dataclasses.replace(problem, pools=tuple(p for p in problem.pools if p.site == site))
 
 
 def stopped(run: Callable[[], None]) -> bool:

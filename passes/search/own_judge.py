@@ -34,7 +34,7 @@ from hetjax.passes.schedules.periodic import shortest_period_s
 from hetjax.passes.schedules.virtual import virtual_warmups
 from hetjax.passes.search.judge import INF, Edges, Groups, Report, Room, StageReport
 from hetjax.passes.search.published_judge import pairs
-from hetjax.passes.search.space import Group, Micro, Options, Outline, Part, Problem
+from hetjax.passes.search.space import EXCHANGES, Group, Micro, Options, Outline, Part, Problem
 from hetjax.passes.search.table import prefix
 from hetjax.passes.simulator_fast import ends_of, finish_s, tables, warmup_ops
 
@@ -154,13 +154,14 @@ class OwnJudge:
         if group.replicas < 2:
             return [0.0] * (layers + 1)
         options = group.options
-        if least and self.problem.compressed:
-            options = dataclasses.replace(options, exchange="compressed")
         sizes = self.problem.table.sizes(min([p.tensor for p in group.parts]))
         assert sizes is not None
         # Those of experts may be shared out; they are left to the cuts.
         dense = [p - e for p, e in zip(sizes.parameters, sizes.expert_parameters)]
         whole_s = self._dense_s(group.parts, sum(dense), options)
+        if least and self.problem.compressed:
+            both = (dataclasses.replace(options, exchange=e) for e in EXCHANGES)
+            whole_s = min(self._dense_s(group.parts, sum(dense), o) for o in both)
         return prefix([whole_s * d / max(1, sum(dense)) for d in dense])
 
     def rooms(self, group: Group, in_flight: int) -> tuple[Room, ...]:
@@ -387,10 +388,14 @@ class OwnJudge:
     def _dense_s(self, parts: tuple[Part, ...], parameters: int, options: Options) -> float:
         """Returns the seconds of the exchange of what all replicas hold."""
         nbytes = self.problem.table.state_bytes[1] * parameters
+        passes_s = 0.0
         if options.exchange == "compressed":
+            kinds = {self.problem.pools[p.pool].kind for p in parts}
+            slowest = min(self.problem.cluster.kind(k).memory_bandwidth_bytes_s for k in kinds)
+            passes_s = self.problem.compress_passes * nbytes / slowest
             nbytes *= self.problem.compressed
         replicas = sum([p.replicas for p in parts])
-        return levels_price_s("all-reduce", self.levels(parts), replicas, nbytes)
+        return passes_s + levels_price_s("all-reduce", self.levels(parts), replicas, nbytes)
 
     # Boundaries.
 

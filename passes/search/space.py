@@ -181,6 +181,7 @@ class Problem:
       max_stages: the most stages; 0 for as many as there are layers.
       max_devices: the most devices in use; 0 for all.
       compressed: bytes of a compressed exchange over those of a dense one; 0 where none is declared.
+      compress_passes: how often compressing and decompressing read or write all gradients' bytes.
     """
 
     table: ModelTable
@@ -193,6 +194,7 @@ class Problem:
     max_stages: int = 0
     max_devices: int = 0
     compressed: float = 0.0
+    compress_passes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -327,8 +327,14 @@ class TreeSearch:
         return best
 
     def _likeliest(self, micro: Micro) -> float:
-        """Returns the value of the plan that a sketch of the division gives, pools in the likeliest order."""
+        """Returns the value of the plans that a division suggests: one stage across pools, and the sketch's.
+
+        The pools of the sketch come in the likeliest order.
+        """
         best, groups = INF, ()
+        wide = [g for g in self.view.moves.groups(micro, (), False) if len(g.parts) > 1 and self.view.weigh_group(g)[0]]
+        if wide:
+            best = self.complete(micro, (max(wide, key=self.view.rates.rate),))
         waiting = list(self.view.sketch(micro, memory=True).fillings)
         while waiting:
             state = State(micro, groups)
