@@ -42,12 +42,14 @@ class Report:
     Attributes:
       quick: whether `--quick` was asked for.
       limit_s: when a quick run starts nothing more.
+      tables: name to rows, for what is more than one number.
     """
 
     quick: bool
     limit_s: float = 45.0
     figures: list[Figure] = dataclasses.field(default_factory=list)
     not_measured: list[str] = dataclasses.field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     begin: float = dataclasses.field(default_factory=time.perf_counter)
 
     def measure(self, name: str, expected_s: float, run: Callable[[], list[Figure]]) -> None:
@@ -103,6 +105,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def print_table(name: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows under their keys."""
+    keys = list(dict.fromkeys(k for row in rows for k in row))
+    lines = [keys, *([_cell(row.get(k, "")) for k in keys] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]
+    print(f"{name}{'' if rows else ': none'}")
+    for line in lines if rows else ():
+        print("  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths)))
+    print()
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def main(doc: str, run: Callable[[Report], None]) -> None:
     """Parses `--quick` and `--json`, measures and prints."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -115,9 +132,11 @@ def main(doc: str, run: Callable[[Report], None]) -> None:
     if args.json:
         print(json.dumps({
             "figures": [dataclasses.asdict(f) for f in report.figures], "machine": before,
-            "not_measured": report.not_measured,
+            "not_measured": report.not_measured, **({"tables": report.tables} if report.tables else {}),
         }))
         return
+    for name, rows in report.tables.items():
+        print_table(name, rows)
     width = max((len(f.name) for f in report.figures), default=0)
     for f in report.figures:
         verdict = "" if not f.target else "  holds" if f.holds else "  DOES NOT HOLD"
