@@ -7,8 +7,7 @@
   crossover   two sites: what the planner does as the link between them speeds up
   ablation    search against baselines, and with one principle less, at equal evaluations
 
-Published instances need the folder of Sailor's data (`--data`, or HETJAX_SHARED); plans are scored by Sailor's own
-simulator where its checkout is given (HETJAX_SAILOR).
+Published instances need the folder of Sailor's data (`--data`, or HETJAX_SHARED).
 """
 
 from __future__ import annotations

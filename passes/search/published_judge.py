@@ -185,7 +185,7 @@ class PublishedJudge:
     def bound_s(self, m: int, groups: Groups, edges: Edges) -> float:
         return self.seconds(m, groups, edges)
 
-    def seconds(self, m: int, groups: Groups, edges: Edges) -> float:
+    def seconds(self, m: int, groups: Groups, edges: Edges, than: float = INF) -> float:
         stages = len(groups)
         slowest = total = update_s = sync_s = 0.0
         known = self._stages

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -183,10 +185,15 @@ def search(
 def _records(tree: TreeSearch) -> tuple[TreeNode, ...]:
     """Returns the most visited nodes, each after its parent."""
     out: list[TreeNode] = []
-    waiting: list[tuple[int, str, float, Node | None, str]] = [(-1, "start", 1.0, tree.root, "")]
+    number = itertools.count()
+    waiting: list[tuple[int, int, int, str, float, Node | None, str]] = []
+
+    def wait(parent: int, label: str, prior: float, node: Node | None, why: str) -> None:
+        heapq.heappush(waiting, (-_visits(node), next(number), parent, label, prior, node, why))
+
+    wait(-1, "start", 1.0, tree.root, "")
     while waiting and len(out) < _KEPT_NODES:
-        at = max(range(len(waiting)), key=lambda i: _visits(waiting[i][3]))
-        parent, label, prior, node, why = waiting.pop(at)
+        _, _, parent, label, prior, node, why = heapq.heappop(waiting)
         here = len(out)
         if node is None:
             out.append(TreeNode(parent, label, prior, 0, None, None, None, why))
@@ -198,7 +205,8 @@ def _records(tree: TreeSearch) -> tuple[TreeNode, ...]:
         # Of those never visited the likeliest ten are enough to see what was passed over.
         fresh = [c for c in children if c.node is None][:10]
         seen = [c for c in children if c.node is not None]
-        waiting += [(here, c.label, c.prior, c.node, c.why) for c in (*seen, *fresh)]
+        for c in (*seen, *fresh):
+            wait(here, c.label, c.prior, c.node, c.why)
     return tuple(out)
 
 
