@@ -113,7 +113,6 @@ def published_part(report: Report, settings: Settings) -> list[Figure]:
     from hetjax.passes.cost.availability import availability_cluster, read_availability
     from hetjax.passes.cost.sailor import read_model
     from hetjax.passes.search.published_judge import PublishedJudge
-    from hetjax.passes.search.published_plan import sailor_plan
     from hetjax.passes.search.space import pools_of
     from hetjax.passes.search.table import PublishedTable
 
