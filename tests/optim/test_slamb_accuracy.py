@@ -17,8 +17,10 @@ def figures(task_name, arm_name, seeds, rate):
     """The mean of a task's figure over seeds; averaged parameters of 8 workers."""
     task, steps, figure = {
         "digits": lambda: (tasks.digits(), 60, "accuracy_percent"),
-        "quadratic": lambda: (tasks.quadratic(), 500, "excess")}[task_name]()
-    sizes = dict(min_size=1000, every={"digits": 50, "quadratic": 100}[task_name])
+        "quadratic": lambda: (tasks.quadratic(), 500, "excess"),
+        # A tenth of the unknowns: every one is a problem of its own, so the floor is the same mean.
+        "small quadratic": lambda: (tasks.quadratic(shape=(40, 50)), 500, "excess")}[task_name]()
+    sizes = dict(min_size=1000, every=50 if task_name == "digits" else 100)
     arm, workers = {
         "lamb": lambda: (arms.lamb(0.0), 1),
         "published": lambda: (arms.slamb(decay=0.0, **sizes), WORKERS),
@@ -43,11 +45,12 @@ def test_dropping_what_is_not_sent_loses_ten_points():
     assert figures("digits", "dropped", 3, 0.02) <= figures("digits", "published", 3, 0.02) - 10.0
 
 
-@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.nightly)])
-def test_workers_that_disagree_reach_lambs_floor_when_moments_are_held(seeds):
-    lamb = figures("quadratic", "lamb", seeds, 0.01)  # the best rate of both, of 0.005 to 0.04
-    assert figures("quadratic", "held", seeds, 0.01) <= 1.2 * lamb
-    assert figures("quadratic", "dropped", seeds, 0.01) >= 3.0 * lamb
+@pytest.mark.parametrize("task,seeds", [
+    ("small quadratic", 1), pytest.param("quadratic", 3, marks=pytest.mark.nightly)])
+def test_workers_that_disagree_reach_lambs_floor_when_moments_are_held(task, seeds):
+    lamb = figures(task, "lamb", seeds, 0.01)  # the best rate of both, of 0.005 to 0.04
+    assert figures(task, "held", seeds, 0.01) <= 1.2 * lamb
+    assert figures(task, "dropped", seeds, 0.01) >= 3.0 * lamb
 
 
 @pytest.mark.nightly

@@ -206,7 +206,8 @@ def test_the_same_parameters_cast_to_varying_are_accepted():
 
 def one_bad_worker(tx, poison, steps=4, bad_step=3, value=jnp.nan):
     """States before and after each step of 4 workers; worker 2's gradient is poisoned once."""
-    params = {"w": jax.random.normal(jax.random.key(0), (6, 8)), "b": jnp.ones(3)}
+    params = {"w": np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32),
+              "b": np.ones(3, np.float32)}
     start = tx.init(params)
 
     def floating(a):
@@ -216,17 +217,17 @@ def one_bad_worker(tx, poison, steps=4, bad_step=3, value=jnp.nan):
 
     def stack(tree):
         return jax.tree.map(
-            lambda a: jnp.broadcast_to(a, (4, *a.shape)) if floating(a) else a, tree)
+            lambda a: np.broadcast_to(a, (4, *a.shape)) if floating(a) else a, tree)
     step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS))
     params, state = stack(params), stack(start)
     yield params, state
     for t in range(1, steps + 1):
         grads = jax.tree.map(
-            lambda a, t=t: jax.random.normal(jax.random.key(t), a.shape), params)
+            lambda a, t=t: np.random.default_rng(t).normal(size=a.shape).astype(np.float32), params)
         if t == bad_step:
-            grads["w"] = grads["w"].at[2, 0, 0].set(value)
+            grads["w"][2, 0, 0] = value
         updates, state = step(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(lambda p, u: np.asarray(p) + np.asarray(u), params, updates)
         yield params, state
 
 

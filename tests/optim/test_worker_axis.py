@@ -69,6 +69,11 @@ def eight():
 
 
 @functools.lru_cache(None)
+def four():
+    return data_parallel_step(train_step, mesh_of(4), donate=False)
+
+
+@functools.lru_cache(None)
 def at_37():
     """Eight workers after 37 steps: amid H = 5 and C = 10. Not donated, so tests may share it."""
     state = new_state()
@@ -162,8 +167,8 @@ def test_one_all_reduce_and_the_averaging_branch_are_all_there_is():
 def test_a_mesh_may_have_other_axes_of_either_kind(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     states = []
-    for m in (mesh, mesh_of(4)):
-        state, step = new_state(), data_parallel_step(train_step, m)
+    for step in (data_parallel_step(train_step, mesh), four()):
+        state = new_state()
         for t in range(1, 4):
             state, _ = step(state, batch_of(t))
         states.append(state)
@@ -193,10 +198,9 @@ def test_a_checkpoint_in_mid_cycle_resumes_bit_for_bit(tmp_path):
 
 def test_eight_workers_become_four_by_the_mean():
     state = at_37()
-    four = data_parallel_step(train_step, mesh_of(4), donate=False)
     with pytest.raises(HetjaxError, match=r"8 workers .* has 4; pass it through resize"):
-        four(state, batch_of(38))
-    smaller = four.resize(state)
+        four()(state, batch_of(38))
+    smaller = four().resize(state)
     assert smaller.num_workers == 4
     assert int(smaller.opt_state[0].count) == 37
     for name in ("mu", "nu"):
@@ -207,7 +211,7 @@ def test_eight_workers_become_four_by_the_mean():
     before = float(measure(state.params, whole)[0])
     assert float(measure(smaller.params, whole)[0]) < 1.05 * before
     for t in range(38, 48):
-        smaller, metrics = four(smaller, batch_of(t))
+        smaller, metrics = four()(smaller, batch_of(t))
     assert float(measure(smaller.params, whole)[0]) < 1.05 * before
     assert np.isfinite(metrics["loss"])
 
