@@ -371,6 +371,26 @@ def propagate_shardings(
     Raises:
       ValueError: Shardy refuses the shardings.
     """
+    options = "debug-sharding-origins=true debug-propagation-edge-sharding=true"
+    # Calls hide what happens inside them, so they are inlined first.
+    return _run_shardy(module, mesh, arguments, results, f"inline,sdy-aggressive-propagate{{{options}}}")
+
+
+def partition_module(module: Any, mesh: str, arguments: Sequence[str], results: Sequence[str]) -> Any:
+    """Returns a lowered module with shardings propagated and the collectives that they take, as sdy ops.
+
+    Args and Raises: as `propagate_shardings`.
+    """
+    passes = (
+        "inline", "sdy-propagation-pipeline", "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
+        "func.func(sdy-reshard-to-collectives)",
+    )
+    return _run_shardy(module, mesh, arguments, results, ",".join(passes))
+
+
+def _run_shardy(
+    module: Any, mesh: str, arguments: Sequence[str], results: Sequence[str], passes: str
+) -> Any:
     from jax.extend.mlir import ir, passmanager
 
     def attribute(spec: str) -> Any:
@@ -384,13 +404,69 @@ def propagate_shardings(
             for name, specs in (("arg_attrs", arguments), ("res_attrs", results)):
                 entry.operation.attributes[name] = ir.ArrayAttr.get([attribute(s) for s in specs])
             ir.InsertionPoint.at_block_begin(module.body).insert(ir.Operation.parse(f"sdy.mesh @mesh = <{mesh}>"))
-            options = "debug-sharding-origins=true debug-propagation-edge-sharding=true"
-            # Calls hide what happens inside them, so they are inlined first.
-            pipeline = f"builtin.module(inline,sdy-aggressive-propagate{{{options}}})"
-            passmanager.PassManager.parse(pipeline).run(module.operation)
+            passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
     except ir.MLIRError as error:
         raise ValueError(str(error)) from error
     return module
+
+
+def result_shardings(module: Any) -> list[str]:
+    """Returns Shardy's attribute of every result of a module's entry, as text; "" where it has none."""
+    listed = entry_function(module).operation.attributes["res_attrs"]
+    return [next((str(n.attr) for n in one if n.name == "sdy.sharding"), "") for one in listed]
+
+
+def partitioned_ops(module: Any) -> list[tuple[str, tuple[int, ...], int, str, int, tuple[str, ...]]]:
+    """Returns what a partitioned module exchanges and multiplies.
+
+    Returns:
+      (op, global shape of the result, bits of an element, text, contracted elements, ops that read the result)
+      of every collective and every product; contracted elements are 0 for collectives. A product's text holds
+      its attributes, and that of its first reader where this is an all-reduce.
+    """
+    import re
+
+    from jax.extend.mlir import ir
+
+    out = []
+
+    def walk(op: Any) -> None:
+        for region in op.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    found = inner.operation
+                    product = found.name == "stablehlo.dot_general"
+                    if product or re.fullmatch(r"sdy\.(all_\w+|reduce_scatter|collective_permute)", found.name):
+                        out.append(describe(found, product))
+                    walk(found)
+
+    def describe(found: Any, product: bool) -> tuple[str, tuple[int, ...], int, str, int, tuple[str, ...]]:
+        kind = ir.RankedTensorType(found.results[0].type)
+        bits = re.search(r"\d+", str(kind.element_type))
+        contracted = 0
+        readers = [use.owner.operation for use in found.results[0].uses]
+        if product:
+            left = ir.RankedTensorType(found.operands[0].type).shape
+            dims = re.search(r"contracting_dims = \[([\d, ]*)\]", str(found)) or re.search(
+                r"lhs_contracting_dimensions = \[([\d, ]*)\]", str(found)
+            )
+            contracted = 1
+            for d in re.findall(r"\d+", dims[1]) if dims else ():
+                contracted *= left[int(d)]
+        return (
+            found.name, tuple(kind.shape), int(bits[0]) if bits else 32, str(found), contracted,
+            tuple(str(r) for r in readers if r.name == "sdy.all_reduce"),
+        )
+
+    walk(module.operation)
+    return out
+
+
+def module_from(text: str, like: Any) -> Any:
+    """Returns the module of a text, in the context of another."""
+    from jax.extend.mlir import ir
+
+    return ir.Module.parse(text, like.context)
 
 
 def entry_function(module: Any) -> Any:

@@ -44,6 +44,7 @@ class DeviceKind:
       jaxlib: the requirement of the jaxlib build that runs on it, "" when the default build does.
       device_kinds: parts of `jax.Device.device_kind` by which it is recognised.
       source: where the numbers come from.
+      price_per_hour: of one device, in whatever currency all kinds' prices are in; 0 where none is known.
     """
 
     name: str
@@ -55,11 +56,13 @@ class DeviceKind:
     jaxlib: str = ""
     device_kinds: tuple[str, ...] = ()
     source: str = ""
+    price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
         # Whole numbers would compare equal to floats and yet print and hash otherwise.
         _set(self, memory_bytes=int(self.memory_bytes))
         _set(self, memory_bandwidth_bytes_s=float(self.memory_bandwidth_bytes_s))
+        _set(self, price_per_hour=float(self.price_per_hour))
         _set(self, peak_flops=tuple((d, float(v)) for d, v in self.peak_flops))
 
     @property
@@ -411,10 +414,11 @@ class Cluster(Shown):
 
     @functools.cached_property
     def hash(self) -> str:
-        """Returns the SHA-256 of everything that counts; `source` notes do not."""
+        """Returns the SHA-256 of everything that a plan rests on; `source` notes and prices do not count."""
         data = dataclasses.asdict(self)
         for item in (*data["kinds"], *data["links"]):
             del item["source"]
+            item.pop("price_per_hour", None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:

@@ -60,6 +60,11 @@ def _kind(kind: DeviceKind) -> Iterator[Problem]:
         if not _positive(flops):
             place = (*at, "peak_flops", dtype)
             yield place, f"{who}: peak FLOP/s in {dtype} must be positive, not {flops!r}"
+    if not (kind.price_per_hour >= 0 and math.isfinite(kind.price_per_hour)):
+        yield (
+            (*at, "price_per_hour"),
+            f"{who}: the price must not be negative, but is {kind.price_per_hour!r}",
+        )
     named = [("peak_flops", d) for d, _ in kind.peak_flops if d != "tf32"]
     for field, dtype in [*named, *(("emulated_dtypes", d) for d in kind.emulated_dtypes)]:
         if not is_dtype_name(dtype):

@@ -62,6 +62,8 @@ def _kind(kind: DeviceKind) -> Iterator[str]:
         yield f"device_kinds = {_texts(kind.device_kinds)}"
     if kind.source:
         yield f"source = {_text(kind.source)}"
+    if kind.price_per_hour:
+        yield f"price_per_hour = {kind.price_per_hour!r}"
     in_tera = [_exact(flops, 1e12) for _, flops in kind.peak_flops]
     whole = all(in_tera)
     numbers = in_tera if whole else [repr(flops) for _, flops in kind.peak_flops]

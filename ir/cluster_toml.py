@@ -45,7 +45,7 @@ SITE_KEYS = ("name", "link", "nodes")
 NODE_KEYS = ("name", "kind", "devices", "link", "count")
 KIND_KEYS = _keys(
     "like", "platform", "memory_bytes", "memory_bandwidth_bytes_s", "peak_flops",
-    "emulated_dtypes", "jaxlib", "device_kinds", "source",
+    "emulated_dtypes", "jaxlib", "device_kinds", "source", "price_per_hour",
 )  # fmt: skip
 LINK_KEYS = _keys(
     "like", "between", "bandwidth_bytes_s", "latency_s", "curve", "duplex", "uplink", "source"
@@ -212,6 +212,7 @@ class _Reader:
             jaxlib=text("jaxlib", ""),
             device_kinds=texts("device_kinds"),
             source=text("source", ""),
+            price_per_hour=self.get(table, path, "price_per_hour", "number", base.price_per_hour if base else 0.0),
         )
 
     def peaks(

@@ -175,7 +175,7 @@ class Op:
     @property
     def refs(self) -> tuple[Ref, ...]:
         """The inputs that are values, literals left out."""
-        return tuple(a for a in self.inputs if not isinstance(a, Literal))
+        return tuple([a for a in self.inputs if not isinstance(a, Literal)])
 
     def param(self, name: str, default: Any = None) -> Any:
         """Returns the parameter `name`, or `default`."""

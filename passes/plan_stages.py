@@ -19,7 +19,7 @@ from hetjax.ir.graph import Graph
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.plan import Plan, StagePlan
 from hetjax.ir.program import StageMesh
-from hetjax.passes.cutting import Candidate, best_cuts, cut_candidates
+from hetjax.passes.cutting import best_cuts, cut_candidates
 from hetjax.passes.parameter_specs import parameter_specs
 from hetjax.passes.reshard_plan import crossing_speed
 
@@ -194,19 +194,14 @@ def plan_stages(
         stages.append(
             StagePlan(
                 devices=tuple(devices), site=device.site, kind=device.kind, axes=axes, first=first,
-                blocks=_blocks(graph, cuts, s),
+                blocks=stage_blocks(graph, [c.op for c in cuts], s),
             )
         )
-    reason = f"{micro.num_microbatches} asked for or chosen, proved exact"
-    if micro.num_microbatches == 1:
-        reason = micro.refusal.reason if micro.refusal else "one microbatch needs no proof"
-    elif micro.accepted:
-        reason = "per_microbatch semantics chosen by the user"
     plan = Plan(
         name=graph.name, cluster=cluster.name, cluster_hash=cluster.hash,
         num_microbatches=micro.num_microbatches, batch_size=max(1, batch),
         schedule=request.schedule or ("1f1b" if micro.num_microbatches > 1 else "gpipe"),
-        stages=tuple(stages), per_microbatch=micro.accepted, microbatch_reason=reason,
+        stages=tuple(stages), per_microbatch=micro.accepted, microbatch_reason=microbatch_reason(micro),
         sources=(("device speed", "given"), ("op cost", "analytic")),
     )
     return dataclasses.replace(plan, state_specs=parameter_specs(graph, micro, plan))
@@ -221,10 +216,25 @@ def _axes(request: Request, s: int, size: int, per_microbatch: int) -> tuple[tup
     return (("data", data), ("model", model))
 
 
-def _blocks(graph: Graph, cuts: Sequence[Candidate], s: int) -> tuple[str, ...]:
-    """Returns the module paths whose forward lies in stage s, in order, as deep as tells stages apart."""
-    start = cuts[s - 1].op if s else 0
-    stop = cuts[s].op if s < len(cuts) else len(graph.ops)
+def microbatch_reason(micro: Microbatching) -> str:
+    """Returns why there are so many microbatches, for the plan."""
+    if micro.num_microbatches == 1:
+        return micro.refusal.reason if micro.refusal else "one microbatch needs no proof"
+    if micro.accepted:
+        return "per_microbatch semantics chosen by the user"
+    return f"{micro.num_microbatches} asked for or chosen, proved exact"
+
+
+def stage_blocks(graph: Graph, cuts: Sequence[int], s: int) -> tuple[str, ...]:
+    """Returns the module paths whose forward lies in stage s, in order, as deep as tells stages apart.
+
+    Args:
+      graph: labelled.
+      cuts: position of the first op of each stage but the first.
+      s: the stage.
+    """
+    start = cuts[s - 1] if s else 0
+    stop = cuts[s] if s < len(cuts) else len(graph.ops)
     forward = [(i, op.block) for i, op in enumerate(graph.ops) if op.region == "forward" and op.block]
     depth = _split_depth([block for _, block in forward], len(cuts) + 1)
     short = [_shorten(b, depth) for i, b in forward if start <= i < stop]

@@ -6,12 +6,13 @@ import dataclasses
 from typing import ClassVar
 
 from hetjax.ir.bundle import Bundle
-from hetjax.ir.errors import PassError
+from hetjax.ir.errors import LoweringError, PassError
 from hetjax.ir.graph import Aval, Graph, Ref
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.plan import Plan
 from hetjax.ir.program import Feed, Fragment, Port, Program, Spec, StageMesh
 from hetjax.passes.follow_updates import follow_updates
+from hetjax.passes.partition import partition
 from hetjax.passes.plan_stages import batch_size_of
 
 
@@ -20,7 +21,8 @@ class ShardStages:
     """Fixes what enters and leaves each fragment; XLA propagates inside.
 
     The batch axis is split over "data", state leaves as the plan says, with their gradients and
-    moments alike; everything else is replicated. A dimension that a mesh axis does not divide is
+    moments alike. What a forward leaves for the backward of its own stage is split as it comes out of
+    the forward where that has a "model" axis; everything else is replicated. A dimension that a mesh axis does not divide is
     replicated on it, and the bundle's notes list it.
     """
 
@@ -54,7 +56,7 @@ class _Sharder:
         self.path_of = {a.ref: a.path for a in graph.inputs}
 
     def program(self) -> Program:
-        fragments = tuple(map(self.fragment, self.old.fragments))
+        fragments = self.with_residuals(tuple(map(self.fragment, self.old.fragments)))
         feeds = tuple(map(self.feed, self.old.feeds))
         given = {(f.stage, p.ref): p for f in fragments for p in f.outputs if p.form == "step"}
         returns = tuple(
@@ -69,6 +71,58 @@ class _Sharder:
         return dataclasses.replace(
             fragment, inputs=ports(fragment.inputs), outputs=ports(fragment.outputs)
         )
+
+    def with_residuals(self, fragments: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
+        """Returns the fragments with what stays on a tensor-parallel stage left as it is made.
+
+        Gathering it at the end of the forward, to split it anew in the backward, would cost more than the
+        sums that tensor parallelism needs.
+        """
+        specs: dict[tuple[int, Ref], Spec] = {}
+        for f in fragments:
+            mesh = self.old.meshes[f.stage]
+            if f.phase == "forward" and mesh.axis_size("model") > 1:
+                specs |= {(f.stage, r): spec for r, spec in self.residuals(f, fragments).items()}
+        if not specs:
+            return fragments
+
+        def renewed(f: Fragment, ports: tuple[Port, ...]) -> tuple[Port, ...]:
+            return tuple(
+                dataclasses.replace(p, spec=specs[f.stage, p.ref]) if (f.stage, p.ref) in specs else p
+                for p in ports
+            )
+
+        return tuple(
+            dataclasses.replace(f, inputs=renewed(f, f.inputs), outputs=renewed(f, f.outputs))
+            for f in fragments
+        )
+
+    def residuals(self, fragment: Fragment, fragments: tuple[Fragment, ...]) -> dict[Ref, Spec]:
+        """Returns the specs of a forward's results that only its own stage reads, as they are made."""
+        returned = {r.port.ref for r in self.old.returns if r.port is not None}
+        abroad = {p.ref for f in fragments if f.stage != fragment.stage for p in f.inputs}
+        # What several fragments read in different forms, or one reads for the whole batch, keeps its spec.
+        form = "micro" if fragment.per_microbatch and self.old.num_microbatches > 1 else "step"
+        mine = [p for f in fragments if f.stage == fragment.stage for p in (*f.inputs, *f.outputs)]
+        forms = {r: {p.form for p in mine if p.ref == r} for r in {p.ref for p in fragment.outputs}}
+        avals = self.old.micro_avals if fragment.per_microbatch else self.old.avals
+        fixed = returned | abroad | set(self.state_specs)
+        outputs: dict[Ref, Spec | None] = {
+            p.ref: None if len(forms[p.ref]) == 1 and p.form in ("micro", form) and p.ref not in fixed and avals[p.ref].ndim
+            else p.spec
+            for p in fragment.outputs
+        }
+        inputs = {p.ref: p.spec for p in fragment.inputs}
+        mesh = self.old.meshes[fragment.stage]
+        try:
+            found = partition(fragment.ops, avals, inputs, outputs, mesh.axes)
+        except LoweringError:
+            return {}  # from text without equations: replicated, as it was
+        return {
+            r: self.divided(mesh, r, avals[r], spec)
+            for (r, wanted), spec in zip(outputs.items(), found.results)
+            if wanted is None
+        }
 
     def feed(self, feed: Feed) -> Feed:
         ref = self.graph.inputs[feed.argument].ref

@@ -12,6 +12,8 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Plans found by tests are not kept: every test searches for its own.
+os.environ["HETJAX_CACHE"] = "0"
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A traced step cut into its layers, each on the same few devices, ready to be compiled and timed."""
+"""The calls of a step's layers, ready to be compiled and timed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections.abc import Iterator, Sequence
 
 from hetjax.frontend.planning import Options, choose_microbatching
 from hetjax.frontend.tracing import Traced
-from hetjax.ir import presets
 from hetjax.ir.bundle import Bundle
-from hetjax.ir.cluster import Cluster, DeviceKind, Link, Node, Site
+from hetjax.ir.cluster import DeviceKind
 from hetjax.ir.errors import MicrobatchError, PlanError
-from hetjax.ir.plan import Plan, StagePlan
 from hetjax.ir.program import Fragment, Program
-from hetjax.passes.cost.layers import Layer, LayerMap, layer_map, segments, step_layers
+from hetjax.passes.cost.layers import segments
 from hetjax.passes.cost.program_price import fragment_ops, work_of
 from hetjax.passes.cost.work import Work
-from hetjax.passes.manager import run_pipeline
-from hetjax.passes.parameter_specs import parameter_specs
 from hetjax.passes.pipeline import analyse
-from hetjax.passes.plan_stages import Request, batch_size_of
+from hetjax.passes.plan_stages import Request
+from hetjax.planning.layered import Layered, rows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,24 +41,6 @@ class Unit:
     microbatch: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Layered:
-    """A step's layers at one microbatch size on one mesh.
-
-    Attributes:
-      bundle: cut at every layer; all meshes have the shape `data` x `model`.
-      layers: which op belongs where.
-      data, model: the mesh.
-      microbatch: examples.
-    """
-
-    bundle: Bundle
-    layers: LayerMap
-    data: int
-    model: int
-    microbatch: int
-
-
 def step_at(traced: Traced, analysed: Bundle, num_microbatches: int) -> Bundle:
     """Returns the step with so many microbatches, proved.
 
@@ -78,31 +57,7 @@ def step_at(traced: Traced, analysed: Bundle, num_microbatches: int) -> Bundle:
 
 def analysed_step(traced: Traced, kind: DeviceKind) -> Bundle:
     """Returns the traced step, labelled and with costs, on one device of a kind."""
-    return analyse(Bundle(graph=traced.graph, cluster=_rows(kind, 1, 1, None)))
-
-
-def layered(step: Bundle, kind: DeviceKind, data: int, model: int, link: Link | None) -> Layered:
-    """Returns the step's layers on meshes of data x model devices.
-
-    Args:
-      step: from `step_at`.
-      kind: of the devices.
-      data, model: the mesh; the microbatch need not divide: what does not is replicated.
-      link: between the devices; the kind's usual one when None.
-    """
-    graph, micro = step.graph, step.microbatching
-    if graph is None or micro is None:
-        raise PlanError("layers are cut from a step with its microbatching")
-    layers = step_layers(graph, micro)
-    cluster = _rows(kind, len(layers), data * model, link)
-    plan = _plan(graph.name, cluster, layers, data, model, micro.num_microbatches)
-    batch = max(1, batch_size_of(graph))
-    plan = plan.with_(batch_size=batch, per_microbatch=micro.accepted)
-    plan = plan.with_(state_specs=parameter_specs(graph, micro, plan))
-    cut = run_pipeline(step.replace(cluster=cluster, plan=plan), "cut-stages,shard-stages")
-    return Layered(
-        cut, layer_map(graph, micro, layers), data, model, batch // micro.num_microbatches
-    )
+    return analyse(Bundle(graph=traced.graph, cluster=rows_of(kind, 1, 1, None)))
 
 
 def units(step: Layered) -> Iterator[Unit]:
@@ -148,25 +103,3 @@ def usual_sizes(batch: int) -> list[int]:
     legal = [m for m in range(1, batch + 1) if batch % m == 0]
     near = {min(legal, key=lambda m: abs(math.log(m / wanted))) for wanted in (2, 4, 8)}
     return sorted(batch // m for m in near)
-
-
-def _rows(kind: DeviceKind, rows: int, size: int, link: Link | None) -> Cluster:
-    """Returns a cluster of several nodes of `size` devices each."""
-    usual = presets.LINKS[presets.KIND_LINK.get(kind.name, "pcie3-x16")]
-    inner = dataclasses.replace(link or usual, name="inside")
-    nodes = tuple(Node(f"row{i}", kind.name, size, "here", "inside") for i in range(rows))
-    return Cluster("calibrate", (kind,), (Site("here", "inside"),), nodes, (inner,))
-
-
-def _plan(
-    name: str, cluster: Cluster, layers: Sequence[Layer], data: int, model: int, num: int
-) -> Plan:
-    size = data * model
-    stages = tuple(
-        StagePlan(
-            tuple(range(s * size, (s + 1) * size)), "here", cluster.kinds[0].name,
-            (("data", data), ("model", model)), layer.first,
-        )
-        for s, layer in enumerate(layers)
-    )  # fmt: skip
-    return Plan(name, cluster.name, cluster.hash, num, 1, "gpipe", stages)

@@ -14,10 +14,8 @@ from typing import Any
 
 from hetjax.calibrate.host import time_host
 from hetjax.calibrate.layered import (
-    Layered,
     Unit,
     analysed_step,
-    layered,
     legal_counts,
     step_at,
     units,
@@ -42,6 +40,7 @@ from hetjax.passes.cost.program_price import OpWork
 from hetjax.passes.cost.splits import SplitScore, leaving_clusters_out, within_clusters
 from hetjax.passes.cost.store import Measured, ProfileStore, update_store
 from hetjax.passes.plan_stages import batch_size_of
+from hetjax.planning.layered import Layered, layered
 from hetjax.runtime.compiler import compile_program
 
 COPY_BYTES = tuple(4**k * 2**14 for k in range(6))  # 16 KiB … 16 MiB

@@ -73,8 +73,12 @@ def with_cluster(bundle: Bundle, cluster: str | None) -> Bundle:
     return bundle.replace(cluster=Cluster.from_toml(cluster))
 
 
-def trace_target(target: str) -> Traced:
+def trace_target(target: str, batch_size: int | None = None) -> Traced:
     """Returns the traced step of FILE.py:build, on the types of its state and first batch.
+
+    Args:
+      target: FILE.py:build.
+      batch_size: examples of a step, in place of what the first batch has.
 
     Raises:
       click.UsageError: the target is wrong.
@@ -92,7 +96,38 @@ def trace_target(target: str) -> Traced:
     step: Any = case.step
     leaves, structure = flatten_call((case.state, batch), {}, is_in_place(step), static_parameters(step))
     name = getattr(step, "__name__", None) or type(step).__name__
-    return trace_call(step, structure, leaves, name=name)
+    traced = trace_call(step, structure, leaves, name=name)
+    return traced if batch_size is None else _resized(traced, target, step, structure, leaves, batch_size)
+
+
+def _resized(
+    traced: Traced, target: str, step: Any, structure: Any, leaves: list[Any], batch_size: int
+) -> Traced:
+    """Returns the step traced again with batch leaves of another number of examples."""
+    import jax
+
+    from hetjax.frontend.tracing import abstract_leaf, trace_call
+    from hetjax.passes.plan_stages import batch_size_of
+
+    have = batch_size_of(traced.graph)
+    if not have:
+        raise click.UsageError(f"{target}: no argument carries a batch, so its size cannot be chosen")
+    if have == batch_size:
+        return traced
+    resized = list(leaves)
+    for k, argument in enumerate(traced.graph.inputs[: len(leaves)]):
+        if argument.role == "batch" and argument.batch_axis is not None:
+            struct = abstract_leaf(leaves[k])
+            shape = list(struct.shape)
+            size, rest = divmod(shape[argument.batch_axis] * batch_size, have)
+            if rest or size < 1:
+                raise click.UsageError(
+                    f"{target}: {argument.path} has {shape[argument.batch_axis]} rows for {have} examples; "
+                    f"{batch_size} examples would not have a whole number of them"
+                )
+            shape[argument.batch_axis] = size
+            resized[k] = jax.ShapeDtypeStruct(tuple(shape), struct.dtype, weak_type=struct.weak_type)
+    return trace_call(step, structure, resized, name=traced.graph.name)
 
 
 @contextlib.contextmanager

@@ -146,8 +146,9 @@ def open_session(
     def parallelize(step: Any) -> Any:
         if plain:
             return jit(step)
+        # A model this small is quickest on one device; two stages are what there is to show.
         return hetjax.parallelize(
-            step, cluster=CLUSTER, num_microbatches=NUM_MICROBATCHES, progress=progress
+            step, cluster=CLUSTER, num_stages=2, num_microbatches=NUM_MICROBATCHES, progress=progress
         )
 
     parallel = parallelize(gpt.train_step)

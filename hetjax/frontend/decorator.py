@@ -15,6 +15,7 @@ from hetjax.frontend.axis import bind_axis, unbound
 from hetjax.frontend.calls import Structure, flatten_call, is_in_place, rebuild_result
 from hetjax.frontend.entry import Entry
 from hetjax.frontend.planning import (
+    SEARCH_S,
     Options,
     build_bundle,
     parse_mesh,
@@ -50,7 +51,7 @@ def parallelize(
     per_microbatch: bool = False, crossing_dtype: str | None = None, axis_name: str | None = None,
     replicas: int = 1, recompute: str = "", rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
-    profiles: str | Path | None = None,
+    profiles: str | Path | None = None, search_s: float = SEARCH_S,
 ) -> Any: ...
 
 
@@ -62,7 +63,7 @@ def parallelize(
     per_microbatch: bool = False, crossing_dtype: str | None = None, axis_name: str | None = None,
     replicas: int = 1, recompute: str = "", rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
-    profiles: str | Path | None = None,
+    profiles: str | Path | None = None, search_s: float = SEARCH_S,
 ) -> Any:
     """Returns the train step, run across the devices of a cluster with the numbers of plain jax.jit.
 
@@ -74,7 +75,8 @@ def parallelize(
     Args:
       fn: the step.
       cluster: the devices: a `Cluster`, a TOML file, or None for the local devices.
-      num_stages: pipeline stages; None gives each group of like devices one.
+      num_stages: pipeline stages; None lets hetjax search for a plan (a mesh given instead gives each
+        group of like devices one stage).
       num_microbatches: parts of a batch; None lets hetjax choose what it can prove exact.
       mesh: (data, model) sizes inside stages: "2,1" for all, "2,1;3,2" one per stage.
       schedule: a schedule's name ("gpipe", "1f1b"); None or "auto" chooses.
@@ -98,6 +100,10 @@ def parallelize(
         evaluation, averages, norms, generation.
       progress: called with (fragment, done, total) as fragments are compiled.
       profiles: a profile store of `hetjax calibrate` that prices the plan; None prices by data sheets.
+      search_s: the most seconds the search may take before it goes with the best plan it has; 0 gives each
+        group of like devices one stage, balanced. Nothing is searched where num_stages, mesh or plan are
+        given, nor for the CPU devices of one host, which share its processors. A plan found is kept in the
+        user's cache folder (or in $HETJAX_CACHE) for the next start of the same step.
 
     Raises:
       PlanError: the profiles cannot be read, or no plan fits; from the first call, not from here, for
@@ -110,6 +116,7 @@ def parallelize(
             mesh=mesh, schedule=schedule, plan=plan, batch_argnums=batch_argnums, donate=donate,
             per_microbatch=per_microbatch, crossing_dtype=crossing_dtype, axis_name=axis_name, replicas=replicas,
             recompute=recompute, rehearse=rehearse, like=like, progress=progress, profiles=profiles,
+            search_s=search_s,
         )
     if not callable(fn):
         raise PlanError(
@@ -121,7 +128,8 @@ def parallelize(
     if isinstance(like, _Bound):
         like = like.func  # type: ignore[assignment]
     _check_types(
-        cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress, profiles
+        cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress, profiles,
+        search_s,
     )
     if recompute not in ("", "cheap", "stage"):
         raise PlanError(f"recompute is {recompute!r}; it may be '', 'cheap' or 'stage'")
@@ -132,6 +140,7 @@ def parallelize(
         plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
         profiles=str(profiles or ""), profiles_digest=store_digest(profiles) if profiles else "",
         axis=None if axis_name is None else (axis_name, replicas), recompute=recompute,
+        search_s=search_s,
     )
     if isinstance(batch_argnums, (int, str)):
         batch_argnums = (batch_argnums,)
@@ -140,7 +149,7 @@ def parallelize(
 
 def _check_types(
     cluster: Any, num_stages: Any, num_microbatches: Any, schedule: Any, crossing_dtype: Any, plan: Any,
-    rehearse: Any, like: Any, progress: Any, profiles: Any,
+    rehearse: Any, like: Any, progress: Any, profiles: Any, search_s: Any,
 ) -> None:
     """Refuses options of the wrong type, all at once and before anything runs.
 
@@ -168,6 +177,8 @@ def _check_types(
         wrong.append(f"like is {_named(like)}; it must be a function that hetjax.parallelize has returned")
     if progress is not None and not callable(progress):
         wrong.append(f"progress is a {type(progress).__name__}; it must be callable")
+    if isinstance(search_s, bool) or not isinstance(search_s, (int, float)) or not search_s >= 0:
+        wrong.append(f"search_s is {search_s!r}; it must be seconds, or 0 for no search")
     if wrong:
         raise PlanError("\n".join(wrong))
     if cluster is not None and not isinstance(cluster, (Cluster, str, Path)):

@@ -22,6 +22,9 @@ from hetjax.runtime.feeding import Feeder
 from hetjax.runtime.meshes import jax_mesh, named_sharding
 from hetjax.runtime.start_cache import write_start
 
+# Topics of a bundle's notes that say where its plan comes from.
+_PLAN_FROM = (("plan kept", "cache"), ("plan searched", "search"))
+
 
 class Entry:
     """A lowered call; compiled when it first runs.
@@ -177,6 +180,12 @@ class Entry:
         from hetjax.ir.exporter import numpy_dtype
 
         return numpy_dtype(atom.aval.dtype)
+
+    @property
+    def plan_from(self) -> str:
+        """Returns where the plan comes from: "search", "cache" of an earlier one, or "request": as asked for."""
+        topics = {topic for topic, _ in self.bundle.notes}
+        return next((word for topic, word in _PLAN_FROM if topic in topics), "request")
 
     # -- placement of the state --------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ from hetjax.passes.pipeline import analyse, lower
 from hetjax.passes.plan_stages import Request, batch_size_of, plan_stages, stage_devices
 from hetjax.passes.prove_microbatching import ProveMicrobatching
 
+# A search ends after this time, unless told otherwise; most end earlier, by their number of evaluations.
+SEARCH_S = 10.0
 # Frames of hetjax itself are not the user's.
 _HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
@@ -45,6 +47,7 @@ class Options:
       profiles_digest: of its content, so that a kept start rests on the same numbers.
       axis: name of an axis that was bound, and its replicas.
       recompute: "" keeps all residuals, "cheap" or "stage" as in recompute-residuals.
+      search_s: the most seconds a search for the plan may take; 0 for none.
     """
 
     num_stages: int | None = None
@@ -59,6 +62,7 @@ class Options:
     profiles_digest: str = ""
     axis: tuple[str, int] | None = None
     recompute: str = ""
+    search_s: float = SEARCH_S
 
 
 def build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
@@ -88,18 +92,54 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
     if found := manual_parts(graph):
         raise PlanError("\n".join(found))
     if options.plan is not None:
-        verify_plan(options.plan, cluster)
-        options = dataclasses.replace(
-            options, num_microbatches=options.plan.num_microbatches,
-            per_microbatch=options.per_microbatch or options.plan.per_microbatch,
-        )
+        options = with_plan(options, options.plan, cluster)
+    if not why_not_searched(cluster, options):
+        from hetjax.frontend.default_plan import searched_bundle
+
+        return searched_bundle(traced, bundle, options)
+    return planned_bundle(traced, bundle, options)
+
+
+def why_not_searched(cluster: Cluster, options: Options) -> str:
+    """Returns why a plan is not searched for, "" where it is."""
+    if options.plan is not None:
+        return "a plan is given"
+    if options.num_stages is not None or options.mesh is not None:
+        return "the stages or their meshes are given"
+    if options.search_s <= 0:
+        return "the search is switched off"
+    if cluster.num_devices == 1:
+        return "there is one device"
+    if len(cluster.nodes) == 1 and cluster.kinds[0].platform == "cpu":
+        return "the CPU devices of one host share its processors, which no plan makes faster"
+    return ""
+
+
+def with_plan(options: Options, plan: Plan, cluster: Cluster) -> Options:
+    """Returns the options with a plan and what it decides.
+
+    Raises:
+      VerifyError: the plan cannot run on the cluster.
+    """
+    verify_plan(plan, cluster)
+    return dataclasses.replace(
+        options, plan=plan, num_microbatches=plan.num_microbatches,
+        per_microbatch=options.per_microbatch or plan.per_microbatch,
+    )
+
+
+def planned_bundle(traced: Traced, bundle: Bundle, options: Options) -> Bundle:
+    """Returns an analysed bundle with the plan given, or else the first planner's, lowered."""
+    graph, cluster = bundle.graph, bundle.cluster
+    if graph is None or cluster is None:
+        raise PlanError("nothing was traced")
     request = Request(options.num_stages, options.mesh, options.schedule)
     plan = options.plan
     retrace: Callable[[int], Graph] = traced.retrace
     edges = plan.layer_edges if plan is not None else layer_edges(graph, cluster, request)
     if edges:
         graph = split_like(graph, edges)
-        retrace = functools.partial(_retraced_split, traced, edges)
+        retrace = functools.partial(retraced_split, traced, edges)
     graph, micro = choose_microbatching(graph, retrace, cluster, options, request)
     notes = (("axis", describe(*options.axis)),) if options.axis is not None else ()
     bundle = bundle.replace(graph=graph, microbatching=micro, notes=(*bundle.notes, *notes))
@@ -118,7 +158,8 @@ def _build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
     return lower(bundle.replace(plan=plan), donate=options.donate, profiles=options.profiles)
 
 
-def _retraced_split(traced: Traced, edges: tuple[tuple[int, ...], ...], divisor: int) -> Graph:
+def retraced_split(traced: Traced, edges: tuple[tuple[int, ...], ...], divisor: int) -> Graph:
+    """Returns the step at a batch divided by a number, its loops taken apart at the edges given."""
     return split_like(_analysed(traced.retrace(divisor)), edges)
 
 
@@ -143,7 +184,7 @@ def choose_microbatching(
     """
     batch = batch_size_of(graph)
     asked = options.num_microbatches
-    num = asked if asked is not None else _chosen(batch, cluster, request)
+    num = asked if asked is not None else usual_count(batch, cluster, request)
     if num < 1:
         raise MicrobatchError(f"num_microbatches is {num}; it must be at least 1")
     if num == 1:
@@ -179,7 +220,9 @@ def still_refused(traced: Traced, cluster: Cluster, options: Options, refusal: R
     if graph is None:
         return False
     request = Request(options.num_stages, options.mesh, options.schedule)
-    num = _chosen(batch_size_of(graph), cluster, request)
+    num = usual_count(batch_size_of(graph), cluster, request)
+    if not why_not_searched(cluster, options):
+        num = probe_count(batch_size_of(graph))
     if num <= 1:
         return False
     _, micro = _prove(graph, traced.retrace, num, options.per_microbatch)
@@ -230,7 +273,13 @@ def warn_of_one_microbatch(graph: Graph, refusal: Refusal) -> None:
     )
 
 
-def _chosen(batch: int, cluster: Cluster, request: Request) -> int:
+def probe_count(batch: int) -> int:
+    """Returns the number of microbatches that a search proves first: the largest up to 4 that divides."""
+    legal = [m for m in range(2, batch + 1) if batch % m == 0]
+    return max((m for m in legal if m <= 4), default=legal[0] if legal else 1)
+
+
+def usual_count(batch: int, cluster: Cluster, request: Request) -> int:
     """Returns a number of microbatches: about four per stage, each still divisible over its devices."""
     devices = stage_devices(cluster, request)
     if len(devices) == 1 or not batch:

@@ -27,7 +27,7 @@ def statistics_of(entry: Entry, cluster: Cluster, num_plans: int) -> dict[str, A
       num_plans: of the function.
 
     Returns:
-      always: stages, microbatches, schedule, steps, launches, transfers, bytes_between_stages (a
+      always: stages, microbatches, schedule, plan_from ("request", "search" or "cache"), steps, launches, transfers, bytes_between_stages (a
       step), residual_bytes (kept from forward to backward, a microbatch, all stages), compiled, plans, "bytes/s0>s1" per pair of stages; from the second call on: step_s (the
       median time between calls), examples_per_s, tokens_per_s (of the largest integer batch leaf),
       "mfu/KIND" (model FLOPs over what the devices of a kind could do); after a measured or emulated
@@ -40,6 +40,7 @@ def statistics_of(entry: Entry, cluster: Cluster, num_plans: int) -> dict[str, A
         "stages": entry.plan.num_stages,
         "microbatches": entry.plan.num_microbatches,
         "schedule": entry.plan.schedule,
+        "plan_from": entry.plan_from,
         "steps": counters.steps,
         "launches": counters.launches // steps,
         "transfers": counters.transfers // steps,

@@ -198,6 +198,12 @@ def delta_of(before: Costing, after: Costing) -> Delta:
     old, new = before.bundle.plan, after.bundle.plan
     if old is None or new is None:
         raise PlanError("a plan is missing")
+    costs = tuple(_costs(before, after))
+    return Delta(new.name, tuple(decisions_between(old, new)), costs, after.estimate.over)
+
+
+def decisions_between(old: Plan, new: Plan) -> list[Row]:
+    """Returns the decisions in which two plans differ."""
     decisions = [
         Row(name, str(getattr(old, name)), str(getattr(new, name)))
         for name in ("num_microbatches", "schedule", "batch_size", "warmups", "crossing_dtype")
@@ -215,7 +221,7 @@ def delta_of(before: Costing, after: Costing) -> Delta:
         x, y = specs_before.get(path, ()), specs_after.get(path, ())
         if x != y:
             decisions.append(Row(path, _said(x) or "replicated", _said(y) or "replicated"))
-    return Delta(new.name, tuple(decisions), tuple(_costs(before, after)), after.estimate.over)
+    return decisions
 
 
 def _costs(before: Costing, after: Costing) -> list[Row]:

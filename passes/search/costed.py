@@ -104,7 +104,7 @@ class CostedTable:
         self.max_tensor = max_tensor
         self._efficiency = efficiency or {}
         self._kinds = {k.name: k for k in cluster.kinds}
-        self._hosts = _hosts(cluster)
+        self._hosts = hosts_of(cluster)
         self.times = functools.lru_cache(maxsize=4096)(self._times)
         self.sizes = functools.lru_cache(maxsize=64)(self._sizes)
         self.tensors = functools.lru_cache(maxsize=64)(self._tensors)
@@ -120,7 +120,7 @@ class CostedTable:
     def _times(self, kind: str, tensor: int, share: int) -> LayerTimes | None:
         forward, backward, update = [], [], []
         device, curve = self._kinds[kind], self._efficiency.get(kind)
-        levels = self._tensor_levels(kind, tensor)
+        levels = tensor_levels(self._hosts[kind], tensor)
         for cost in self._sorts:
             seconds, backward_s = self._compute_s(device, cost, tensor, share, curve)
             # Each sum of a forward has its counterpart in the backward.
@@ -142,14 +142,6 @@ class CostedTable:
         back = op_price(device, flops, nbytes, self.dtype, efficiency=curve).seconds
         return n * ahead, _BACKWARD * n * back
 
-    def _tensor_levels(self, kind: str, tensor: int) -> tuple[Level, ...]:
-        host = self._hosts[kind]
-        inside = min(tensor, host.per_node)
-        out: list[Level] = [Level(inside, host.inner, 1)] if inside > 1 else []
-        if tensor > inside and host.outer is not None:
-            out.append(Level(tensor // inside, host.outer, inside))
-        return tuple(out)
-
     def _sizes(self, tensor: int) -> LayerSizes | None:
         costs = self.costs
         return LayerSizes(
@@ -160,7 +152,8 @@ class CostedTable:
         )
 
 
-def _hosts(cluster: Cluster) -> dict[str, Host]:
+def hosts_of(cluster: Cluster) -> dict[str, Host]:
+    """Returns where the devices of each kind sit, by the first group of each."""
     found: dict[str, Host] = {}
     for group in cluster.groups():
         heads = [node[0] for node in group.nodes]
@@ -168,3 +161,12 @@ def _hosts(cluster: Cluster) -> dict[str, Host]:
         outer = cluster.link(first, heads[1]) if len(heads) > 1 else None
         found.setdefault(group.kind, Host(len(group.nodes[0]), cluster.link(first, first), outer))
     return found
+
+
+def tensor_levels(host: Host, tensor: int) -> tuple[Level, ...]:
+    """Returns the levels of a collective over the devices that share a replica's layers."""
+    inside = min(tensor, host.per_node)
+    out: list[Level] = [Level(inside, host.inner, 1)] if inside > 1 else []
+    if tensor > inside and host.outer is not None:
+        out.append(Level(tensor // inside, host.outer, inside))
+    return tuple(out)

@@ -62,7 +62,7 @@ def balanced(
             low = middle
         else:
             best, longest = found, _longest(ways, *found)
-    while (found := _fill(ways, num, longest * _JUST_BELOW)) is not None:
+    while longest > 0 and (found := _fill(ways, num, longest * _JUST_BELOW)) is not None:
         best, longest = found, _longest(ways, *found)
     edges, chosen = best
     return tuple([groups[c] for groups, c in zip(choices, chosen)]), edges, longest

@@ -96,6 +96,7 @@ class Evaluator:
         self.improvements: list[Improvement] = []
         self.source = "rollout"
         self.stop = False
+        self.lower_bound = 0.0  # of the whole problem, once the search knows it
         self._on_improvement = on_improvement
         self._clock = clock
         self._begin = clock()

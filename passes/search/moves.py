@@ -64,6 +64,11 @@ def divisors(n: int) -> list[int]:
 
 def micros(problem: Problem) -> list[Micro]:
     """Returns the ways to divide the batch exactly."""
+    found = _micros(problem)
+    return [m for m in found if m.num_microbatches in problem.counts] if problem.counts else found
+
+
+def _micros(problem: Problem) -> list[Micro]:
     kinds = {p.kind for p in problem.pools}
     shares: set[int] = set()
     free = False
@@ -143,6 +148,8 @@ class Moves:
             room = self._room(left)
             made = self._mixed(micro, room) if mixed else self._pure(micro, room)
             found = self._by_left[key] = tuple(dict.fromkeys(g for g in made if self._known(g)))
+        if self.problem.stage_pools:
+            found = tuple(g for g in found if self.problem.allows(len(used), g))
         if self._even:
             return found
         return tuple(g for g in found if self._room_for(used, g))
@@ -300,6 +307,9 @@ class Moves:
             most = min([most, spare // group.devices, *(left[i] // n for i, n in wanted.items())])
             while most > 1 and not self._even and not self._room_for([*used, *[group] * (most - 1)], group):
                 most -= 1
+            if self.problem.stage_pools:
+                allowed = (self.problem.allows(len(used) + n, group) for n in range(most))
+                most = next((n for n, ok in enumerate(allowed) if not ok), most)
             self._most[key] = most
         return self._most[key]
 

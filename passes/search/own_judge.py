@@ -53,8 +53,9 @@ class PartTable:
         optimizer.
       state: bytes that are always there.
       kept: bytes of one microbatch.
-      passing: per layer, bytes that a recomputed layer needs while it runs (no running sums).
+      passing: per layer, bytes that it needs while it runs (no running sums).
       usable: bytes there are.
+      updating: bytes the update needs beside the state, when no microbatch is held any more.
     """
 
     work: list[float]
@@ -64,6 +65,7 @@ class PartTable:
     kept: list[float]
     passing: tuple[float, ...]
     usable: float
+    updating: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,10 +169,14 @@ class OwnJudge:
     def rooms(self, group: Group, in_flight: int) -> tuple[Room, ...]:
         found = self._rooms.get((group, in_flight))
         if found is None:
-            found = tuple(
-                ([s + in_flight * k for s, k in zip(t.state, t.kept)], t.usable - max(t.passing))
-                for t in self._tables_of(group)
-            )
+            held = self._tables_of(group)
+            found = tuple([
+                *(
+                    ([s + in_flight * k for s, k in zip(t.state, t.kept)], t.usable - max(t.passing))
+                    for t in held
+                ),
+                *(([s + u for s, u in zip(t.state, t.updating)], t.usable) for t in held if t.updating),
+            ])  # fmt: skip
             self._rooms[group, in_flight] = found
         return found
 
@@ -338,7 +344,8 @@ class OwnJudge:
     def _needs(table: PartTable, first: int, last: int, held: int) -> float:
         state = table.state[last] - table.state[first]
         kept = table.kept[last] - table.kept[first]
-        return state + held * kept + max(table.passing[first:last])
+        update = table.updating[last] - table.updating[first] if table.updating else 0.0
+        return state + max(held * kept + max(table.passing[first:last]), update)
 
     # Stages.
 
@@ -356,7 +363,7 @@ class OwnJudge:
             free = t.usable - (t.state[last] - t.state[first]) - max(t.passing[first:last])
             kept = t.kept[last] - t.kept[first]
             room = int(free / kept + 1e-9) if kept > 0 else 1 << 30
-            if free < 0 or room < 1:
+            if free < 0 or room < 1 or self._needs(t, first, last, 0) > t.usable:
                 return _UNFIT
             most = room if most is None else min(most, room)
             forward = t.forward[last] - t.forward[first]
@@ -537,13 +544,15 @@ class OwnJudge:
                 forward[i] += seconds
                 backward[i] += seconds
         passing = [0.0] * len(forward)
+        if sizes.passing_bytes:
+            passing = [share * e + o for e, o in zip(sizes.passing_bytes, sizes.passing_once_bytes)]
         kept = [
             share * (s - (r * (1 - 1 / part.tensor) if options.sequence else 0.0))
             for s, r in zip(sizes.stored_bytes, sizes.replicated_bytes)
         ]
         if options.recompute:
             backward = [b + f for b, f in zip(backward, forward)]
-            passing = kept
+            passing = [p + k for p, k in zip(passing, kept)]
             split = part.tensor if options.sequence else 1
             kept = [share * table.output_bytes[max(0, i - 1)] / split for i in layers]
         if options.sharding == "all":
@@ -559,6 +568,7 @@ class OwnJudge:
             prefix([f + b for f, b in zip(forward, backward)]), prefix(forward), prefix(update),
             prefix(state), prefix(kept), tuple(passing),
             USABLE * self.problem.cluster.kind(pool.kind).memory_bytes,
+            prefix(sizes.updating_bytes) if sizes.updating_bytes else None,
         )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -104,6 +103,8 @@ class SearchResult(Shown):
       tree: what was looked at.
       unused: (devices, kind, site, why they are left out).
       stages: of the best plan as plain data, see `describe`.
+      stopped: why it ended: "proved", "evaluations", "time", "interrupted", or "idle" where nothing new
+        turned up.
     """
 
     outline: Outline
@@ -119,6 +120,7 @@ class SearchResult(Shown):
     tree: SearchTree
     unused: tuple[tuple[int, str, str, str], ...]
     stages: tuple[dict[str, Any], ...] = ()
+    stopped: str = ""
 
     @property
     def gap(self) -> float:
@@ -159,14 +161,22 @@ def search(
     view = View(evaluator, without)
     tree = TreeSearch(view, seed, Refiner(view, seed))
     # What is open now may be closed later: the bound of the whole problem is the root's.
-    lower_bound = tree.root.bound
+    lower_bound = evaluator.lower_bound = tree.root.bound
     if on_start is not None:
         on_start(evaluator)
-    with contextlib.suppress(Stopped, KeyboardInterrupt):
+    stopped = "idle"
+    try:
         tree.run()
+    except Stopped:
+        spent = max_evaluations is not None and evaluator.evaluations >= max_evaluations
+        stopped = "evaluations" if spent else "interrupted" if evaluator.stop else "time"
+    except KeyboardInterrupt:
+        stopped = "interrupted"
     search_s = evaluator.elapsed_s
     outline = evaluator.outline
     if outline is None:
+        if stopped in ("interrupted", "time"):
+            raise PlanError(f"the search was stopped ({stopped}) after {search_s:.2f} s, before it had a plan")
         raise nothing_fits(view)
     wrong = list(problems_of(judge.problem, outline))
     report = judge.report(outline)
@@ -179,6 +189,7 @@ def search(
         evaluator.simulations, seed, search_s, tuple(evaluator.improvements),
         SearchTree(_records(tree), "s" if evaluator.objective.name == "time" else ""), _unused(view, outline),
         tuple(describe(judge.problem, outline)),
+        "proved" if proved else stopped,
     )  # fmt: skip
 
 

@@ -182,6 +182,8 @@ class Problem:
       max_devices: the most devices in use; 0 for all.
       compressed: bytes of a compressed exchange over those of a dense one; 0 where none is declared.
       compress_passes: how often compressing and decompressing read or write all gradients' bytes.
+      counts: the numbers of microbatches that may be; () for all that divide the batch.
+      stage_pools: (stage, pools) pairs where a stage must be in one of these; others may be anywhere.
     """
 
     table: ModelTable
@@ -195,6 +197,8 @@ class Problem:
     max_devices: int = 0
     compressed: float = 0.0
     compress_passes: float = 0.0
+    counts: tuple[int, ...] = ()
+    stage_pools: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -233,7 +237,14 @@ class Problem:
             out.append(next((j for j in range(i) if out[j] == j and self._alike(i, j)), i))
         return tuple(out)
 
+    def allows(self, stage: int, group: Group) -> bool:
+        """Returns whether a stage may have these devices."""
+        pinned = [pools for s, pools in self.stage_pools if s == stage]
+        return all(part.pool in pools for pools in pinned for part in group.parts)
+
     def _alike(self, i: int, j: int) -> bool:
+        if any((i in pools) != (j in pools) for _, pools in self.stage_pools):
+            return False
         a, b = self.pools[i], self.pools[j]
         if (a.kind, a.nodes, a.per_node) != (b.kind, b.nodes, b.per_node):
             return False
@@ -331,6 +342,8 @@ def problems_of(problem: Problem, outline: Outline) -> Iterator[str]:
     if m < 1 or problem.batch % m:
         yield f"{m} microbatches do not divide a batch of {problem.batch}"
         return
+    if problem.counts and m not in problem.counts:
+        yield f"{m} microbatches are not among {', '.join(map(str, problem.counts))}"
     if len(edges) != outline.num_stages + 1 or edges[0] != 0 or edges[-1] != problem.num_layers:
         yield f"edges {edges} do not cut {problem.num_layers} layers in {outline.num_stages} stages"
     elif any(b <= a for a, b in itertools.pairwise(edges)):
@@ -345,6 +358,9 @@ def problems_of(problem: Problem, outline: Outline) -> Iterator[str]:
             yield f"stage {s} has {group.replicas} replicas, stage 0 {outline.groups[0].replicas}"
         if problem.alike and len({p.share for p in group.parts}) > 1:
             yield f"stage {s} has replicas with unequal shares"
+    for s, _ in problem.stage_pools:
+        if s >= outline.num_stages or not problem.allows(s, outline.groups[s]):
+            yield f"stage {s} is not where it must be"
     if not placeable(problem, outline.groups):
         yield "the stages take more devices than there are, or replicas that no node can hold"
 

@@ -38,12 +38,18 @@ class LayerSizes:
       stored_bytes: what the forward of one example keeps for its backward.
       replicated_bytes: the part of it that every device of a replica keeps whole.
       expert_parameters: the part of the parameters that are experts'.
+      passing_bytes, passing_once_bytes: what is there while the layer runs, for one example and
+        whatever their number; () where that is not known.
+      updating_bytes: what the update needs beside state and gradients; () where that is not known.
     """
 
     parameters: tuple[int, ...]
     stored_bytes: tuple[float, ...]
     replicated_bytes: tuple[float, ...]
     expert_parameters: tuple[int, ...]
+    passing_bytes: tuple[float, ...] = ()
+    passing_once_bytes: tuple[float, ...] = ()
+    updating_bytes: tuple[float, ...] = ()
 
 
 class ModelTable(Protocol):

@@ -100,13 +100,13 @@ NAMES = {"iteration_s", "lower_bound_s", "peak_bytes", "bubble", "exposed_comm_s
 
 def test_a_step_is_traced_planned_and_simulated_and_its_plan_bears_the_numbers(files, monkeypatch):
     (files / "step.py").write_text(STEP)
-    target, words = f"{files / 'step.py'}:build", ["--microbatches", 4, "--cluster", files / "cluster.toml"]
+    target, words = f"{files / 'step.py'}:build", ["--stages", 2, "--microbatches", 4, "--cluster", files / "cluster.toml"]
     facts = json.loads(run(target, *words, "--json").stdout)
     assert set(facts) >= NAMES and facts["stages"] == 2 and facts["microbatches"] == 4
     assert 0 < facts["lower_bound_s"] <= facts["iteration_s"] and all(n > 0 for n in facts["peak_bytes"])
     from hetjax.cli.explain import complete_bundle
 
-    bundle = complete_bundle(target, str(files / "cluster.toml"), None, {"microbatches": 4})
+    bundle = complete_bundle(target, str(files / "cluster.toml"), None, {"stages": 2, "microbatches": 4})
     plan = bundle.plan
     assert [s.peak_bytes for s in plan.stages] == facts["peak_bytes"]
     assert plan.predicted_s == pytest.approx(facts["iteration_s"])

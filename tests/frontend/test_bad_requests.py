@@ -131,11 +131,11 @@ def test_a_cluster_that_is_not_at_hand_lists_both_and_the_ways_on(tmp_path):
     step, state, batch = make_linen()
     path = tmp_path / "cluster.toml"
     path.write_text(TWO_SITES)
-    parallel = hetjax.parallelize(step, cluster=path, num_microbatches=2)
+    parallel = hetjax.parallelize(step, cluster=path, num_stages=2, num_microbatches=2)
     with pytest.raises(ClusterError, match=r"(?s)a100-80g.*cpu.*rehearse=True"):
         parallel(state, batch)
     assert [s.kind for s in parallel.plan_for(state, batch).stages] == ["a100-80g", "v100-16g"]
-    rehearsal = hetjax.parallelize(step, cluster=path, num_microbatches=2, rehearse=True)
+    rehearsal = hetjax.parallelize(step, cluster=path, num_stages=2, num_microbatches=2, rehearse=True)
     rehearsal(state, batch)
     assert rehearsal.plan.stages[1].site == "west"
 
