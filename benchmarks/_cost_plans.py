@@ -97,6 +97,7 @@ def compare() -> tuple[list[dict[str, Any]], int, float, Any]:
         rows.append({
             "plan": f"{stages} stages of {mesh}, {num} microbatches",
             "measured_s": statistics.median(took), "predicted_s": judged.iteration_s,
+            "before_s": statistics.median(took[:ROUNDS]), "after_s": statistics.median(took[ROUNDS:]),
             "makespan_s": judged.timeline.makespan_s, "analytic_s": estimate_program(bundle).iteration_s,
             "sources": dict(judged.sources)["op costs"],
         })  # fmt: skip

@@ -259,13 +259,19 @@ def on_this_machine() -> tuple[list[Figure], list[str]]:
 
     found, count, took_s, host = compare()
     measured = [r["measured_s"] for r in found]
+    halves = [[r[key] for r in found] for key in ("before_s", "after_s")]
     rows = [
         f"{r['plan']:36} measured {r['measured_s'] * 1e3:8.2f} ms  predicted {r['predicted_s'] * 1e3:8.2f}"
         f" ({r['predicted_s'] / r['measured_s'] - 1:+.1%})  by the data sheet {r['analytic_s'] * 1e3:8.2f}  {r['sources']}"
         for r in found
     ]
     rows.append(f"eight CPU devices share the machine's processors; driving them costs {host}")
-    out = [figure("calls measured by calibrate", count, f"in {took_s:.0f} s", "", None)]
+    out = [
+        figure("calls measured by calibrate", count, f"in {took_s:.0f} s", "", None),
+        # What no prediction can beat: the same plans, measured twice.
+        figure("12 plans here, measured twice", mean_error(*halves), "MAPE", "", None),
+        figure("12 plans here, measured twice: rank", rank_correlation(*halves), "Spearman", "", None),
+    ]
     for name, key in (
         ("calibrated", "predicted_s"),
         ("calibrated, processors and hand-overs for nothing", "makespan_s"),
