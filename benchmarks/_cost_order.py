@@ -10,7 +10,7 @@ SCHEDULES = ("gpipe", "1f1b", "virtual-1f1b")
 STAGES, MICROBATCHES = 3, 6
 
 
-def agreement() -> tuple[int, int]:
+def agreement(schedules: Iterable[str] = SCHEDULES) -> tuple[int, int]:
     """Returns how many tasks and transfers ran, and how many of them in the simulator's order."""
     import jax
     import numpy as np
@@ -27,7 +27,7 @@ def agreement() -> tuple[int, int]:
     batch = {k: rng.integers(0, 64, (12, 16)).astype(np.int32) for k in ("tokens", "targets")}
     state = linen_gpt.create(config, optax.sgd(0.1))
     ran = agreed = 0
-    for name in SCHEDULES:
+    for name in schedules:
         parallel = hetjax.parallelize(
             linen_gpt.train_step, num_stages=STAGES, mesh="1,1", num_microbatches=MICROBATCHES,
             schedule=name,
