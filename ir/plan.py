@@ -143,11 +143,12 @@ class Plan(Shown):
           PlanError: there is no such field, stage, leaf or axis, or the plan cannot be had so.
           MicrobatchError: the step cannot be split into so many microbatches.
         """
+        from hetjax.ir.plan_changes import changed_plan, check_changes
+
+        check_changes(stage, spec, changes)
         decided = bool(stage or spec or changes) and set(changes) <= set(REPRICED)
         if self.costing is not None and decided:
             return self.costing.changed(self, stage, spec, changes)
-        from hetjax.ir.plan_changes import changed_plan
-
         return changed_plan(self, stage, spec, changes)
 
     def costed_by(self, costing: Any) -> Plan:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+import numbers
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hetjax.ir.errors import PlanError
@@ -11,6 +13,71 @@ from hetjax.ir.suggest import nearest
 
 if TYPE_CHECKING:
     from hetjax.ir.plan import Plan, StagePlan
+
+
+def check_changes(stage: Any, spec: Any, fields: Mapping[str, Any]) -> None:
+    """Looks whether changes are of the types that `Plan.with_` takes.
+
+    Raises:
+      PlanError: some are not; all of them at once.
+    """
+    found: list[str] = []
+
+    def must(holds: bool, where: str, value: Any, words: str) -> None:
+        if not holds:
+            found.append(f"{where} is {value!r}; it must be {words}")
+
+    for name, value in fields.items():
+        if name in ("num_microbatches", "batch_size"):
+            must(_whole(value), name, value, "a whole number")
+        elif name in ("schedule", "name", "cluster", "microbatch_reason"):
+            must(isinstance(value, str), name, value, "a string")
+        elif name == "stages":
+            must(_rows(value) and all(hasattr(s, "devices") for s in value), name, value, "StagePlans")
+        elif name == "warmups":
+            must(_rows(value) and all(map(_whole, value)), name, value, "whole numbers, one a stage")
+        elif name in ("state_specs", "sources"):
+            must(_rows(value) and all(_rows(v) and len(v) == 2 for v in value), name, value, "pairs")
+        elif name == "predicted_s":
+            must(value is None or _seconds(value), name, value, "seconds")
+    must(stage is None or isinstance(stage, Mapping), "stage", stage, 'as {1: {"mesh": (3, 2)}}')
+    for number, changes in stage.items() if isinstance(stage, Mapping) else ():
+        must(_whole(number), "the number of a stage", number, "a whole number")
+        if not isinstance(changes, Mapping) or not all(isinstance(k, str) for k in changes):
+            must(False, f"stage {number!r}", changes, 'fields by name, as {"mesh": (3, 2)}')
+            continue
+        for name, value in changes.items():
+            where = f"stage {number!r}: {name}"
+            if name in ("mesh", "devices"):
+                must(_rows(value) and all(map(_whole, value)), where, value, "whole numbers, as (3, 2)")
+            elif name == "axes":
+                good = _rows(value) and all(_rows(v) and len(v) == 2 and _whole(v[1]) for v in value)
+                must(good, where, value, 'pairs, as (("data", 3), ("model", 2))')
+            elif name == "first":
+                good = value is None or isinstance(value, str) or hasattr(value, "block")
+                must(good, where, value, "the path of a module or a Cut")
+            elif name == "blocks":
+                must(_rows(value), where, value, "paths of modules")
+            elif name == "predicted_s":
+                must(value is None or _seconds(value), where, value, "seconds")
+    must(spec is None or isinstance(spec, Mapping), "spec", spec, 'as {"params/head/kernel": (None, "model")}')
+    for path, value in spec.items() if isinstance(spec, Mapping) else ():
+        must(isinstance(path, str), "the path of a spec", path, "a string")
+        must(value is None or isinstance(value, Iterable), f"spec of {path!r}", value, "one entry per dimension")
+    if found:
+        raise PlanError("the plan cannot be changed so:\n" + "\n".join(f"  {p}" for p in found))
+
+
+def _whole(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _seconds(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def _rows(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, Mapping))
 
 
 def changed_plan(

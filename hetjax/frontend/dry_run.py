@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -119,6 +121,15 @@ def rehearse(
     Raises:
       PlanError, MicrobatchError, ClusterError: as planning on that cluster would.
     """
+    if prices is not None and not isinstance(prices, Mapping):
+        raise PlanError(f"prices is {prices!r}; give one per device kind, as {{'a100-80g': 1.8}}")
+    unfit = {
+        k: v
+        for k, v in (prices or {}).items()
+        if not isinstance(v, numbers.Real) or not 0 <= v < math.inf
+    }
+    if unfit:
+        raise PlanError(f"prices must be finite numbers, zero or more; they are {unfit}")
     described = Cluster.from_toml(cluster) if not isinstance(cluster, Cluster) else cluster
     unknown = set(prices or {}) - {k.name for k in described.kinds}
     if unknown:

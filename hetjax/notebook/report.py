@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from hetjax.ir.errors import HetjaxError
 from hetjax.notebook import views
@@ -171,18 +172,20 @@ def write_report(
     if len(reports) == 1:
         files = {out / ("report.txt" if plain else "index.html"): said[0]}
     else:
-        pages = {out / f"{r.name}{ending}": text for r, text in zip(reports, said)}
+        # A dump of the name of the first page stands beside it.
+        stem = [f"{r.name}-dump" if r.name in ("index", "report") else r.name for r in reports]
+        pages = {out / f"{name}{ending}": text for name, text in zip(stem, said)}
         first = out / ("report.txt" if plain else "index.html")
-        files = {first: _landing_text(reports) if plain else _landing(reports), **pages}
+        files = {first: _landing_text(reports) if plain else _landing(reports, stem), **pages}
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     return list(files), [r.facts for r in reports]
 
 
-def _landing(reports: list[Report]) -> str:
+def _landing(reports: list[Report], stem: list[str]) -> str:
     rows = []
-    for r in reports:
-        link = tag("a", r.name, href=f"{r.name}.html")
+    for r, name in zip(reports, stem):
+        link = tag("a", r.name, href=quote(f"./{name}.html"))
         rows.append([link, *_cells(r)])
     title = f"hetjax report: {plural(len(reports), 'step')} planned"
     return page(title, tag("h1", title), table(_HEAD, rows))

@@ -23,6 +23,7 @@ from hetjax.passes.search.result import SearchResult, SearchTree
 from hetjax.passes.simulator import Timeline
 from hetjax.render.cluster_map import cluster_picture
 from hetjax.render.delta_view import delta_picture
+from hetjax.render.folding import cut
 from hetjax.render.graph_view import fragment_picture, graph_picture, mesh_picture, program_picture
 from hetjax.render.line_charts import bars_picture
 from hetjax.render.markup import fold, join, table, tag
@@ -30,6 +31,9 @@ from hetjax.render.picture import Picture, stack
 from hetjax.render.search_view import search_picture, tree_picture
 from hetjax.render.sharding_view import spec_words
 from hetjax.render.units import human_bytes, human_seconds, plural
+
+# Rows of one table of stages or notes; more are in the text.
+MAX_ROWS = 100
 
 
 def picture_of(value: Any) -> Picture:
@@ -52,7 +56,9 @@ def _plan(plan: Plan) -> Picture:
     head = ["stage", "devices", "mesh", "begins at", "modules", "a microbatch"][
         : 6 if plan.costing is None else 5
     ]
-    rows = [[f"s{i}", *_stage_cells(s)][: len(head)] for i, s in enumerate(plan.stages)]
+    rows = [[f"s{i}", *_stage_cells(s)][: len(head)] for i, s in enumerate(plan.stages[:MAX_ROWS])]
+    if plan.num_stages > MAX_ROWS:
+        rows.append([f"… and {plan.num_stages - MAX_ROWS} more"])
     parts = [
         tag("p", tag("b", title)),
         table(head, rows),
@@ -60,7 +66,7 @@ def _plan(plan: Plan) -> Picture:
     if plan.microbatch_reason:
         parts.append(tag("p", f"microbatches: {plan.microbatch_reason}", class_="faint"))
     if plan.state_specs:
-        specs = [[path, spec_words(spec)] for path, spec in plan.state_specs]
+        specs = [[cut(path), spec_words(spec)] for path, spec in plan.state_specs]
         parts.append(
             fold(
                 f"{plural(len(specs), 'leaf', 'leaves')} split over devices",
@@ -95,7 +101,7 @@ def _costed(s: Subject) -> list[Picture]:
 
 def _stage_cells(s: StagePlan) -> list[str]:
     first = f"{s.first.block} + {s.first.offset}" if s.first else "the start"
-    modules = " … ".join(dict.fromkeys((*s.blocks[:1], *s.blocks[-1:])))
+    modules = " … ".join(dict.fromkeys(map(cut, (*s.blocks[:1], *s.blocks[-1:]))))
     took = human_seconds(s.predicted_s) if s.predicted_s is not None else ""
     axes = " x ".join(f"{a} {n}" for a, n in s.axes)
     return [f"{len(s.devices)} x {s.kind} at {s.site}", axes, first, modules, took]
@@ -124,7 +130,7 @@ def _bundle(bundle: Bundle) -> Picture:
     if bundle.program is not None and any(bundle.program.tasks) and bundle.cluster and bundle.graph:
         pictures = [*_costed(Subject(bundle)), *pictures]
     if bundle.notes:
-        notes = table(["topic", ""], [[a, b] for a, b in bundle.notes])
+        notes = table(["topic", ""], [[a, b] for a, b in bundle.notes[:MAX_ROWS]])
         pictures.append(Picture("notes", notes, "\n".join(f"{a}: {b}" for a, b in bundle.notes)))
     return stack(f"bundle {name}", *pictures)
 

@@ -98,6 +98,8 @@ def round_ticks(
     if not high > low:
         return [low]
     span, unit = high - low, 1.0
+    if not 1e-290 < span < math.inf:  # below, tenths of it are no numbers any more
+        return [low]
     if words is human_bytes:
         unit = 1024.0 ** max(0, math.floor(math.log(max(high, 1.0), 1024)))
     elif words is human_seconds and high >= 600:

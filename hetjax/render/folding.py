@@ -12,6 +12,7 @@ from hetjax.render.markup import Markup, fold, tag
 from hetjax.render.units import human_count, plural
 
 MAX_LINE = 150
+MAX_GROUPS = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,15 +82,19 @@ def outline_ops(ops: Sequence[Op], avals: Sequence[Aval], budget: int) -> Markup
     groups = groups_of(ops, avals)
     each = max(4, budget // max(1, len(groups)))
     parts = []
-    for g in groups:
+    for g in groups[:MAX_GROUPS]:
         counts = Counter(op.primitive for op in g.ops)
         most = ", ".join(f"{n} {name}" for name, n in counts.most_common(4))
         work = f", {human_count(g.flops)} FLOP" if g.flops else ""
-        head = f"{g.region or 'not labelled'} · {g}: {plural(g.num_ops, 'op')}{work} — {most}"
-        shown = [_cut(print_op(op, avals)) for op in g.ops[:each]]
+        head = f"{g.region or 'not labelled'} · {cut(str(g))}: {plural(g.num_ops, 'op')}{work} — {most}"
+        shown = [cut(print_op(op, avals)) for op in g.ops[:each]]
         if len(g.ops) > each:
             shown.append(f"… and {len(g.ops) - each:,} more")
         parts.append(fold(head, tag("pre", "\n".join(shown))))
+    if len(groups) > MAX_GROUPS:
+        left = groups[MAX_GROUPS:]
+        words = f"… and {plural(len(left), 'group')} more, {plural(sum(g.num_ops for g in left), 'op')}"
+        parts.append(tag("p", words, class_="faint"))
     return tag("div", *parts)
 
 
@@ -103,6 +108,7 @@ def outline_text(ops: Sequence[Op], avals: Sequence[Aval], most: int = 24) -> li
     return [*lines, *([f"  … and {len(groups) - most} more groups"] if len(groups) > most else [])]
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """Returns a line of `MAX_LINE` characters at most."""
     text = " ".join(text.split())
     return text if len(text) <= MAX_LINE else text[: MAX_LINE - 1] + "…"

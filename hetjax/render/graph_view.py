@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 from hetjax.ir.graph import Graph
 from hetjax.ir.program import Fragment, Program, StageMesh
-from hetjax.render.folding import groups_of, outline_ops, outline_text
+from hetjax.render.folding import cut, groups_of, outline_ops, outline_text
 from hetjax.render.markup import fold, join, table, tag
 from hetjax.render.picture import Picture
 from hetjax.render.units import human_bytes, human_count, plural
@@ -31,7 +31,7 @@ def graph_picture(graph: Graph) -> Picture:
         for role, n in roles.items()
     )
     leaves = [
-        [a.path, a.role, str(graph.avals[a.ref]), human_bytes(graph.avals[a.ref].nbytes)]
+        [cut(a.path), a.role, str(graph.avals[a.ref]), human_bytes(graph.avals[a.ref].nbytes)]
         for a in sorted(graph.inputs, key=lambda a: -graph.avals[a.ref].nbytes)[:MAX_ROWS]
     ]
     if len(graph.inputs) > MAX_ROWS:

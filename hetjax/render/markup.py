@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as _escape
 
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?( ?[A-Za-z%µ/]{1,9})?")
+
+
+# No page and no file can hold these.
+_NO_TEXT = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\ud800-\\udfff\\ufffe\\uffff]")
+
+
+def escape(text: str) -> str:
+    """Returns text as it stands in HTML and SVG, with "\ufffd" for what is no character there."""
+    return _escape(_NO_TEXT.sub("\ufffd", text))
 
 
 class Markup(str):

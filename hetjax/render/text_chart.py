@@ -38,7 +38,7 @@ def text_chart(timeline: Timeline, names: Sequence[str], width: int, colour: boo
       width: columns for the whole chart, labels included.
       colour: whether to colour the tasks by kind.
     """
-    label = max(map(len, names)) + 2
+    label = max(map(len, names), default=0) + 2
     columns = max(width - label, 10)
     total = timeline.makespan_s or 1.0
     # Whole steps of time look best: one column per shortest task where that fits.
@@ -46,7 +46,8 @@ def text_chart(timeline: Timeline, names: Sequence[str], width: int, colour: boo
         (s.end_s - s.start_s for row in timeline.spans for s in row if s.end_s > s.start_s),
         default=total,
     )
-    exact = round(total / shortest)
+    # No whole number of columns where the times are none, or below what divides.
+    exact = round(total / shortest) if 0 < total / shortest < 1e6 else 0
     if 0 < exact <= columns:
         columns = exact * (columns // exact)
     step = total / columns

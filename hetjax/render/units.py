@@ -8,8 +8,8 @@ def human_bytes(n: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
+        n = n / 1024 if abs(n) < 1e300 else 1e300
+    return f"{n:.1f} TiB" if abs(n) < 1e15 else f"{n:.3g} TiB"
 
 
 def human_seconds(s: float) -> str:
@@ -38,7 +38,7 @@ def human_rate(n: float, unit: str) -> str:
 
 def human_count(n: float) -> str:
     """Returns "6,606" or "1.2e12"."""
-    return f"{n:,.0f}" if abs(n) < 1e9 else f"{n:.3g}"
+    return f"{n:,.0f}" if abs(n) < 1e9 else f"{n:.3g}" if abs(n) < 1e300 else "over 1e300"
 
 
 def plural(n: int, one: str, many: str = "") -> str:
