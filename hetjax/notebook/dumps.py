@@ -103,8 +103,10 @@ def _read(folder: Path) -> Dump:
         entries = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise ParseError(f"{folder / TRACE} cannot be read: {error}") from None
-    if not all(isinstance(e, dict) and isinstance(e.get("file"), str) for e in entries):
-        raise ParseError(f"{folder / TRACE} is no log of passes: a line of it names no file")
+    if not all(isinstance(e, dict) and isinstance(e.get("file"), str) for e in entries) or not all(
+        isinstance(e.get("pipeline"), str) for e in entries if e.get("pass") == ""
+    ):
+        raise ParseError(f"{folder / TRACE} is no log of passes: a line of it names no file or pipeline")
     starts = [e for e in entries if e.get("pass") == ""]
     if not starts or entries[0] is not starts[0]:
         raise ParseError(f"{folder / TRACE} does not begin with the input of a run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,6 +198,11 @@ def compare(value: Any, *, title: str = "") -> Picture:
       PlanError: nothing was measured.
     """
     if isinstance(value, Sequence) and not isinstance(value, str):
+        wrong = [p for p in value if not _triple(p)]
+        if wrong:
+            raise PlanError(
+                f"compare takes (name, predicted, measured) with finite seconds; not {wrong[0]!r}"
+            )
         return scatter_picture(list(value), title or "predicted against measured")
     s = subject_of(value)
     if s.measured is None:
@@ -205,6 +211,13 @@ def compare(value: Any, *, title: str = "") -> Picture:
         )
     pairs = predicted_and_measured(s)
     return scatter_picture(pairs, title or f"{s.program.name}, predicted against measured")
+
+
+def _triple(value: Any) -> bool:
+    """Returns whether a value is a name with two times whose ratio is a number."""
+    if not (isinstance(value, Sequence) and len(value) == 3 and isinstance(value[0], str)):
+        return False
+    return all(isinstance(v, numbers.Real) and (v <= 0 or 1e-100 < v < 1e100) for v in value[1:])
 
 
 def predicted_and_measured(s: Subject) -> list[tuple[str, float, float]]:
@@ -287,14 +300,22 @@ def delta(plan: Plan) -> Picture:
 
 def search(found: SearchResult | SearchTree) -> Picture:
     """Returns what a search found, how it came there, and its tree to open: visits, value, prior, cost, why pruned."""
+    _search_tree(found)
     return search_picture(found) if isinstance(found, SearchResult) else tree_picture(found)
+
+
+def _search_tree(found: Any) -> SearchTree:
+    tree = found.tree if isinstance(found, SearchResult) else found
+    if not isinstance(tree, SearchTree):
+        raise PlanError(f"a {type(found).__name__} is no search; give what search(judge) returns, or its tree")
+    return tree
 
 
 def save_dot(found: SearchResult | SearchTree, path: str | Path) -> None:
     """Writes the most visited part of a search's tree for Graphviz."""
     from hetjax.emit.dot import search_dot
 
-    tree = found.tree if isinstance(found, SearchResult) else found
+    tree = _search_tree(found)
     Path(path).write_text(search_dot(tree), encoding="utf-8")
 
 
@@ -330,6 +351,8 @@ def stepper(folder: str | Path) -> Picture:
     from hetjax.notebook.dumps import read_dump
     from hetjax.render.stepper import stepper_picture
 
+    if not isinstance(folder, (str, Path)):
+        raise PlanError(f"a {type(folder).__name__} is no folder of a dump; give its path")
     dump = read_dump(folder)
     return stepper_picture(dump.name, dump.steps)
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 import hetjax
+from hetjax import notebook
 from hetjax.demo.session import CLUSTER
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import ParseError, PlanError
@@ -89,8 +90,24 @@ def test_prices_that_are_none_raised_in_a_repr(prices):
         hetjax.rehearse(lambda x: x, str(CLUSTER), 1.0, prices=prices)
 
 
-@pytest.mark.parametrize("line", ["5", "[]", '{"pass": ""}', json.dumps({"pass": "", "file": 5})])
+@pytest.mark.parametrize("line", ["5", "[]", '{"pass": ""}', json.dumps({"pass": "", "file": 5}), '{"pass": "", "file": "a"}'])
 def test_a_log_of_another_kind_was_a_raw_traceback(tmp_path, line):
     (tmp_path / "trace.jsonl").write_text(line + "\n")
     with pytest.raises(ParseError, match="is no log of passes"):
         read_dumps(tmp_path)
+
+
+@pytest.mark.parametrize("value", [[1], [("a", 1)], [("a", "b", "c")], [("a", math.inf, 1.0)], [("a", 5e-324, 1e308)]], ids=str)
+def test_what_is_no_triple_was_a_raw_traceback(value):
+    with pytest.raises(PlanError, match="compare takes"):
+        notebook.compare(value)
+
+
+@pytest.mark.parametrize("value", [None, 5, []], ids=str)
+def test_what_is_no_search_and_no_folder_was_a_raw_traceback(value, tmp_path):
+    with pytest.raises(PlanError, match="is no search"):
+        notebook.search(value)
+    with pytest.raises(PlanError, match="is no search"):
+        notebook.save_dot(value, tmp_path / "x.dot")
+    with pytest.raises(PlanError, match="is no folder of a dump"):
+        notebook.stepper(value)
