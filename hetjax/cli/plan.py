@@ -222,11 +222,13 @@ def _from_profiles(
 def _write_search(found: SearchResult, path: Path) -> None:
     """Writes the search as `notebook.search` shows it, or its tree for Graphviz."""
     from hetjax import notebook
+    from hetjax.cli.programs import writing
 
-    if path.suffix == ".dot":
-        notebook.save_dot(found, path)
-    else:
-        notebook.search(found).save(path)
+    with writing(path):
+        if path.suffix == ".dot":
+            notebook.save_dot(found, path)
+        else:
+            notebook.search(found).save(path)
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -217,7 +217,7 @@ def _triple(value: Any) -> bool:
     """Returns whether a value is a name with two times whose ratio is a number."""
     if not (isinstance(value, Sequence) and len(value) == 3 and isinstance(value[0], str)):
         return False
-    return all(isinstance(v, numbers.Real) and (v <= 0 or 1e-100 < v < 1e100) for v in value[1:])
+    return all(isinstance(v, numbers.Real) and (float(v) <= 0 or 1e-100 < float(v) < 1e100) for v in value[1:])
 
 
 def predicted_and_measured(s: Subject) -> list[tuple[str, float, float]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 
+import click
 import pytest
 
 import hetjax
 from hetjax import notebook
+from hetjax.cli.plan import _write_search
 from hetjax.demo.session import CLUSTER
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import ParseError, PlanError
@@ -111,3 +113,9 @@ def test_what_is_no_search_and_no_folder_was_a_raw_traceback(value, tmp_path):
         notebook.save_dot(value, tmp_path / "x.dot")
     with pytest.raises(PlanError, match="is no folder of a dump"):
         notebook.stepper(value)
+
+
+@pytest.mark.parametrize("name", ["x.html", "x.dot"])
+def test_a_search_that_cannot_be_written_was_called_our_fault(found, tmp_path, name):
+    with pytest.raises(click.UsageError, match="cannot be written"):
+        _write_search(found, tmp_path / "no folder" / name)
