@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -101,6 +102,7 @@ def scale_by_slamb(
             raise ValueError(
                 "slamb needs the parameters: call update(grads, state, params), for trust ratios "
                 "and weight decay are functions of them.")
+        _check_bound(axis_name)
         _check_varying(updates, axis_name)
         step = jnp.asarray(optax.safe_increment(state.count))
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
@@ -111,7 +113,7 @@ def scale_by_slamb(
         leaf_seeds = [
             zlib.crc32(f"{seed}{jax.tree_util.keystr(path)}".encode()) for path, _ in paths]
         flat = treedef.flatten_up_to
-        decays = flat(_decay_mask(weight_decay_mask, params))
+        decays = flat(_decay_mask(weight_decay_mask, params, updates))
         weights = [w.astype(g.dtype) for w, g in zip(flat(params), grads)]
         old_mu, old_nu = flat(state.mu), flat(state.nu)
         old_held: list[Any] = [None] * len(grads) if state.held is None else flat(state.held)
@@ -179,7 +181,10 @@ def scale_by_slamb(
                 v = kept(v, old_nu[i])
                 unit = (direction / debias(b1, v)) / root(v)  # (5)
                 if bound_direction:
-                    largest = (1 - b1) / jnp.sqrt((1 - b2) * (1 - b1 * b1 / b2))
+                    # From b1^2 = b2 on the series diverges: there is no bound.
+                    left = (1 - b2) * (1 - b1 * b1 / jnp.maximum(b2, jnp.finfo(g.dtype).tiny))
+                    largest = jnp.where(
+                        left > 0, (1 - b1) / jnp.sqrt(jnp.where(left > 0, left, 1)), jnp.inf)
                     unit = jnp.clip(unit, -largest, largest)
                 if decays[i]:
                     unit = unit + weight_decay * weights[i]  # inside the norms, as in LAMB
@@ -582,6 +587,18 @@ def _tracked_axes(axis_name: AxisName | None) -> frozenset:
     return frozenset(name for name in names if name in _varying(jax.lax.axis_index(name)))
 
 
+def _check_bound(axis_name: AxisName | None) -> None:
+    if axis_name is None:
+        return
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError as e:
+        raise ValueError(
+            f"slamb: no axis {axis_name!r} is bound here, so there are no workers to exchange with. Call "
+            "update inside jax.shard_map or jax.vmap over that axis (hetjax.data_parallel_step does), "
+            "or give axis_name=None on one worker.") from e
+
+
 def _check_varying(grads, axis_name: AxisName | None) -> None:
     tracked = _tracked_axes(axis_name)
     summed = [
@@ -622,7 +639,7 @@ def _placed_like(tree, leaf: jax.Array | None):
 
 def _all_finite(arrays: list[jax.Array]) -> jax.Array:
     # A maximum passes NaN on.
-    return jnp.all(jnp.stack([jnp.max(jnp.abs(x)) < jnp.inf for x in arrays]))
+    return jnp.all(jnp.stack([jnp.max(jnp.abs(x), initial=0) < jnp.inf for x in arrays]))
 
 
 # ---- arguments ---------------------------------------------------------------------------------
@@ -634,13 +651,21 @@ def _accumulator(x: jax.Array):
 
 
 def _is_large(x: jax.Array, min_size: int) -> bool:
-    return x.ndim > 1 and x.size >= min_size
+    return x.ndim > 1 and x.size >= max(min_size, 1)
 
 
-def _decay_mask(mask, params):
+def _decay_mask(mask, params, updates):
     if mask is None:
         return jax.tree.map(lambda p: p.ndim > 1, params)
-    return mask(params) if callable(mask) else mask
+    mask = mask(params) if callable(mask) else mask
+    try:  # a prefix of the tree will do, as for optax.masked
+        mask = jax.tree.map(lambda keep, part: jax.tree.map(lambda _: keep, part), mask, updates)
+        return jax.tree.map(bool, mask)
+    except (ValueError, TypeError, jax.errors.TracerBoolConversionError) as e:
+        raise ValueError(
+            "slamb: weight_decay_mask must be a tree of Python bools of the structure of the parameters "
+            f"or of a prefix of it.\n  mask:       {jax.tree.structure(mask)}\n"
+            f"  parameters: {jax.tree.structure(updates)}") from e
 
 
 def _is_due(step: jax.Array, periods) -> jax.Array:
@@ -660,7 +685,20 @@ def _stages(name: str, value) -> tuple[tuple[int, Any], ...]:
             f"slamb: {name} sets shapes or program structure and must be a Python number or stages, "
             f"got an array. Under optax.inject_hyperparams name in static_args: compress_ratio, "
             "sync_every, min_size, seed, finite_vote, nu_ratio, bound_direction.")
-    stages = ((0, value),) if isinstance(value, (int, float)) else tuple(map(tuple, value))
+    def plain(x):
+        return x.item() if isinstance(x, np.generic) else x
+
+    value = plain(value)
+    stages: tuple[tuple[Any, Any], ...]
+    try:
+        stages = ((0, value),) if isinstance(value, (int, float)) else tuple(
+            (plain(first), plain(held)) for first, held in value)
+    except (TypeError, ValueError):
+        stages = ((None, None),)
+    if not all(isinstance(first, int) and isinstance(x, (int, float)) for first, x in stages):
+        raise ValueError(
+            f"slamb: {name} must be a number or stages ((0, value), (first_step, value), …) with whole "
+            f"steps; got {value!r}.")
     firsts = [first for first, _ in stages]
     if not stages or firsts[0] != 0 or any(a >= b for a, b in itertools.pairwise(firsts)):
         raise ValueError(
@@ -689,12 +727,26 @@ def _check_static(ratios, periods, compensation, exchange, comm_dtype, **others)
         problems.append(f"exchange must be 'direction' or 'momentum', got {exchange!r}")
     elif exchange == "direction" and (compensation == "held" or nu_ratio):
         problems.append("exchange='direction' goes with compensation='local' and nu_ratio=0 only")
+    elif comm_dtype is not None and not _is_signed_float(comm_dtype):
+        problems.append(
+            "comm_dtype must be a floating dtype with a sign, at least eight bits and room for zero, as "
+            f"jnp.bfloat16; got {comm_dtype!r}")
     elif exchange == "momentum" and comm_dtype is not None and jnp.dtype(comm_dtype).itemsize < 2:
         problems.append(
             f"comm_dtype={jnp.dtype(comm_dtype).name} has no room for moments, which may be of any "
             "size; give exchange='direction' with it")
     if problems:
         raise ValueError("slamb: " + "; ".join(problems) + ".")
+
+
+def _is_signed_float(dtype) -> bool:
+    """Integers would round moments to nothing; e8m0 has neither sign nor zero."""
+    try:
+        dtype = jnp.dtype(dtype)
+        return bool(jnp.issubdtype(dtype, jnp.floating)) and (
+            dtype.name.startswith(("float8_e4m3", "float8_e5m2")) or dtype.itemsize > 1)
+    except TypeError:
+        return False
 
 
 def _check_floating(params) -> None:

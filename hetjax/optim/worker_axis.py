@@ -258,7 +258,8 @@ def _check_shared(state, has_axis, axis):
         raise HetjaxError(
             "data_parallel_step: only floating leaves of the state have a worker axis, but these came "
             "to differ by worker:\n" + "\n".join(wrong) + "\n"
-            f"Make them equal on all workers (jax.lax.psum or pmax over {axis!r}), or keep them out of "
+            f"If they are the counts of hetjax.slamb, give it axis_name={axis!r}. Otherwise: "
+            f"make them equal on all workers (jax.lax.psum or pmax over {axis!r}), or keep them out of "
             "the state.")
 
 

@@ -242,6 +242,15 @@ def test_decay_is_masked_by_tree_or_function_and_spares_vectors_by_default():
     (dict(exchange="gradient"), "exchange must be 'direction' or 'momentum', got 'gradient'"),
     (dict(exchange="direction", nu_ratio=0.1), "goes with compensation='local' and nu_ratio=0"),
     (dict(comm_dtype=jnp.float8_e4m3fn), "float8_e4m3fn has no room .* give exchange='direction'"),
+    (dict(compress_ratio=None), "compress_ratio must be a number or stages"),
+    (dict(compress_ratio=optax.constant_schedule(0.1)), "compress_ratio must be a number or stages"),
+    (dict(compress_ratio=(0, 0.5)), r"stages .* got \(0, 0.5\)"),
+    (dict(compress_ratio=((0, 0.5), (2.5, 0.1))), "whole steps"),
+    (dict(sync_every="10"), "sync_every must be a number or stages"),
+    (dict(comm_dtype=jnp.int32), "comm_dtype must be a floating dtype"),
+    (dict(comm_dtype=jnp.int8, exchange="direction"), "comm_dtype must be a floating dtype"),
+    (dict(comm_dtype=jnp.float8_e8m0fnu, exchange="direction"), "comm_dtype must be a floating"),
+    (dict(comm_dtype="floaty"), "comm_dtype must be a floating dtype .* got 'floaty'"),
     (dict(compress_ratio=2.0, sync_every=-3), "2.0; sync_every"),
 ])
 def test_arguments_out_of_range_are_refused_together(kwargs, message):
@@ -284,3 +293,47 @@ def test_the_byte_formula_refuses_ratios_out_of_range():
         slamb_bytes([(3, 4)], compress_ratio=0)
     with pytest.raises(ValueError, match="nu_ratio"):
         slamb_bytes([(3, 4)], nu_ratio=-1)
+
+
+def test_numbers_of_numpy_are_numbers():
+    slamb(0.1, compress_ratio=np.float32(0.1), sync_every=((0, 10), (5, np.int64(3))))
+
+
+@pytest.mark.parametrize("min_size", [0, 9000])
+def test_an_empty_parameter_does_not_stop_the_rest(min_size):
+    params = {"none": jnp.zeros((0, 5)), "w": jnp.ones((4, 6))}
+    tx = slamb(0.1, min_size=min_size)
+    updates, state = tx.update(params, tx.init(params), params)
+    assert updates["none"].shape == (0, 5)
+    assert jnp.all(updates["w"] != 0) and state[0].count == 1
+
+
+@pytest.mark.parametrize("b1,b2", [(0.95, 0.9), (0.9, 0.0)])
+def test_a_direction_without_a_bound_is_left_alone(b1, b2):
+    """From b1^2 >= b2 on there is none: the root of a negative number made every parameter NaN."""
+    params = {"w": jnp.arange(1.0, 25.0).reshape(4, 6)}
+    free, bounded = (
+        scale_by_slamb(b1=b1, b2=b2, bound_direction=bound) for bound in (False, True))
+    expected, _ = free.update(params, free.init(params), params)
+    updates, _ = bounded.update(params, bounded.init(params), params)
+    np.testing.assert_array_equal(updates["w"], expected["w"])
+
+
+def test_a_decay_mask_may_be_a_prefix_and_another_tree_is_named():
+    params = {"a": {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}, "c": jnp.ones((2, 2))}
+
+    def updates(mask):
+        tx = slamb(0.1, weight_decay=0.1, weight_decay_mask=mask)
+        return tx.update(params, tx.init(params), params)[0]
+
+    whole = {"a": {"w": True, "b": True}, "c": False}
+    jax.tree.map(np.testing.assert_array_equal, updates({"a": True, "c": False}), updates(whole))
+    with pytest.raises(ValueError, match="weight_decay_mask must be a tree of Python bools"):
+        updates({"a": True})
+
+
+def test_an_axis_that_is_not_bound_is_named():
+    tx = slamb(0.1, "data")
+    params = jnp.ones((2, 2))
+    with pytest.raises(ValueError, match="no axis 'data' is bound here"):
+        tx.update(params, tx.init(params), params)
