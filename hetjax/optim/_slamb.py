@@ -689,7 +689,6 @@ def _stages(name: str, value) -> tuple[tuple[int, Any], ...]:
         return x.item() if isinstance(x, np.generic) else x
 
     value = plain(value)
-    stages: tuple[tuple[Any, Any], ...]
     try:
         stages = ((0, value),) if isinstance(value, (int, float)) else tuple(
             (plain(first), plain(held)) for first, held in value)
@@ -699,7 +698,7 @@ def _stages(name: str, value) -> tuple[tuple[int, Any], ...]:
         raise ValueError(
             f"slamb: {name} must be a number or stages ((0, value), (first_step, value), …) with whole "
             f"steps; got {value!r}.")
-    firsts = [first for first, _ in stages]
+    firsts: list[Any] = [first for first, _ in stages]
     if not stages or firsts[0] != 0 or any(a >= b for a, b in itertools.pairwise(firsts)):
         raise ValueError(
             f"slamb: the stages of {name} must start at step 0 and ascend, as in "

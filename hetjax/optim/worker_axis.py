@@ -121,14 +121,15 @@ class DataParallelStep:
         # Placed first: the state may live on other devices than those of this mesh.
         return PerWorker(copy(jax.device_put(state, NamedSharding(self.mesh, P()))))
 
-    def resize(self, state: PerWorker) -> PerWorker:
+    def resize(self, state: Any) -> PerWorker:
         """The state of any number of workers, on this step's workers.
 
         Parameters, first and second moments become their mean over the old workers, on every new one;
         counts stay. The rule is ours: the published code has none. It is exact where workers agreed
         (right after an averaging, for parameters); compensation not yet sent is averaged, not lost.
+        An ordinary state is spread as it is.
         """
-        return self.spread(state.average())
+        return self.spread(state.average() if isinstance(state, PerWorker) else state)
 
     def _repeat(self, a):
         return jnp.broadcast_to(a, (self.num_workers, *a.shape))
@@ -151,6 +152,10 @@ class DataParallelStep:
         return state, batch, *rest
 
     def _check_batch(self, batch):
+        if not jax.tree.leaves(batch):
+            raise HetjaxError(
+                f"data_parallel_step: the batch holds no array ({batch!r}); give one whose leaves cut "
+                f"into {self.num_workers} slices along their first dimension.")
         wrong = [
             f"  batch{jax.tree_util.keystr(path)} {list(jnp.shape(a))}"
             for path, a in jax.tree_util.tree_flatten_with_path(batch)[0]

@@ -319,3 +319,9 @@ def test_integers_that_come_to_differ_by_worker_are_refused():
 def test_a_step_that_returns_something_else_is_refused():
     with pytest.raises(HetjaxError, match="must return a state of the structure"):
         data_parallel_step(lambda s, b: s.params, mesh_of(8))(new_state(), batch_of(1))
+
+
+def test_an_empty_batch_is_refused_by_name():
+    step = data_parallel_step(lambda state, batch: state, jax.make_mesh((8,), ("data",)))
+    with pytest.raises(HetjaxError, match="the batch holds no array"):
+        step({"params": jnp.ones(2)}, {})
