@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+from urllib.parse import quote
 from xml.etree import ElementTree
 
 import pytest
@@ -119,7 +120,7 @@ def test_several_steps_get_a_page_each_and_a_list(two_dumps, tmp_path):
         str(tmp_path / n) for n in ("index.html", *(f"{n}.html" for n in names))
     ]
     index = (tmp_path / "index.html").read_text()
-    assert all(f'href="{n}.html"' in index for n in names) and "gpipe" in index
+    assert all(f'href="{quote(f"./{n}.html")}"' in index for n in names) and "gpipe" in index
 
 
 def test_a_measured_run_stands_below(two_dumps, one_dump, tmp_path):

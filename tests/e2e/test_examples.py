@@ -59,7 +59,7 @@ def test_two_added_lines_make_a_script_parallel(tmp_path):
 def test_state_is_created_averaged_and_restored_on_its_plan(tmp_path):
     """Saved on two stages, restored in a fresh process onto one, and onto none at all: plain jax."""
     script = EXAMPLES / "gpt_linen.py"
-    first = run(script, *SMALL, "--steps", "3", "--out", "out", "--cluster", TWO_SITES, cwd=tmp_path)
+    first = run(script, *SMALL, "--steps", "3", "--out", "out", "--cluster", TWO_SITES, "--stages", "2", cwd=tmp_path)
     assert "s1" in first
     assert "near" in first
     onto_one = run(
