@@ -4,7 +4,7 @@ The analytic model carries over to any shape and any machine; what it misses (ke
 caches, launch overhead that hides or does not) is learned from measurements and multiplied on. A
 forest knows only what it saw, so it answers for device kinds it has data of and for no other.
 
-The forest is trained by xgboost (`XGBRFRegressor`) and read out of its model, so that asking it needs
+The forest is the one of xgboost's `XGBRFRegressor`, read out of its model, so that asking it needs
 numpy alone: a search asks often.
 """
 
@@ -337,12 +337,16 @@ def train_forest(
     goal = np.array([math.log(s.seconds / s.analytic_s) for s in samples])
     # Centred here, so that what the library adds to every prediction is nothing.
     centre = float(goal.mean())
-    model = xgboost.XGBRFRegressor(
-        n_estimators=trees, max_depth=depth, subsample=0.8, colsample_bynode=0.6, base_score=0.0,
-        reg_lambda=1e-3, random_state=seed, n_jobs=1, tree_method="hist", max_bin=1024,
+    # What XGBRFRegressor trains; that class itself asks for scikit-learn, which nothing else here needs.
+    booster = xgboost.train(
+        {
+            "objective": "reg:squarederror", "num_parallel_tree": trees, "learning_rate": 1.0, "max_depth": depth,
+            "subsample": 0.8, "colsample_bynode": 0.6, "base_score": 0.0, "reg_lambda": 1e-3, "seed": seed, "nthread": 1,
+            "tree_method": "hist", "max_bin": 1024,
+        },
+        xgboost.DMatrix(rows, goal - centre, nthread=1), num_boost_round=1,
     )  # fmt: skip
-    model.fit(rows, goal - centre)
-    raw = json.loads(bytes(model.get_booster().save_raw("json")))
+    raw = json.loads(bytes(booster.save_raw("json")))
     grown = raw["learner"]["gradient_booster"]["model"]["trees"]
     version = f"xgboost {xgboost.__version__}, {trees} trees of depth {depth}, seed {seed}"
     clusters = tuple(sorted({s.cluster for s in samples if s.cluster}))
