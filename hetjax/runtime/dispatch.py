@@ -13,7 +13,7 @@ from typing import Any
 from hetjax.ir import _jax
 from hetjax.ir.program import Task
 from hetjax.runtime.instructions import Await, Instruction, Move, MoveKey, Run
-from hetjax.runtime.links import SLACK_S, Parcel, Transport, be_punctual
+from hetjax.runtime.links import SLACK_S, Parcel, Transport, be_punctual, wait_for
 
 _now = time.perf_counter
 
@@ -138,14 +138,15 @@ class Lanes:
     ):
         self._queues: list[queue.SimpleQueue[_Step | None]] = []
         self._order = threading.Lock()
+        threads: list[threading.Thread] = []
         for k, instructions in enumerate(lists):
             waiting: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
             lane = _Lane(k, instructions, transport, launched)
-            threading.Thread(
-                target=_work, args=(waiting, lane), name=f"hetjax-lane-{k}", daemon=True
-            ).start()
+            threads.append(threading.Thread(
+                target=_work, args=(waiting, lane), name=f"hetjax-lane-{k}", daemon=True))
+            threads[-1].start()
             self._queues.append(waiting)
-        self.close = weakref.finalize(self, _close, self._queues, transport)
+        self.close = weakref.finalize(self, _close, self._queues, threads, transport)
 
     def run(self, values: list[Any], watched: bool = False) -> list[TaskTime]:
         """Runs one step; returns once its last task is launched (ended, where time is modelled).
@@ -170,9 +171,12 @@ class Lanes:
         return step.times
 
 
-def _close(queues: Sequence[queue.SimpleQueue[_Step | None]], transport: Transport) -> None:
+def _close(
+    queues: Sequence[queue.SimpleQueue[_Step | None]], threads: Sequence[threading.Thread], transport: Transport
+) -> None:
     for waiting in queues:
         waiting.put(None)
+    wait_for(threads)
     transport.close()
 
 

@@ -60,6 +60,17 @@ def be_punctual() -> None:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
+def wait_for(threads: Sequence[threading.Thread]) -> None:
+    """Waits for threads that were told to end.
+
+    A thread that is still inside XLA when the interpreter goes away takes the process down with it
+    ("exception not rethrown"). One that hangs is left behind after some seconds.
+    """
+    for thread in threads:
+        if thread is not threading.current_thread():  # a finalizer runs in whatever thread collects
+            thread.join(timeout=5.0)
+
+
 @dataclasses.dataclass(slots=True)
 class Parcel:
     """Values on their way.
@@ -117,10 +128,12 @@ class LocalLinks:
         self._queues: list[queue.SimpleQueue[Parcel | None]] = [
             queue.SimpleQueue() for _ in range(num_lanes)
         ]
-        for k, waiting in enumerate(self._queues):
-            threading.Thread(
-                target=_carry_each, args=(waiting,), name=f"hetjax-link-{k}", daemon=True
-            ).start()
+        self._threads = [
+            threading.Thread(target=_carry_each, args=(waiting,), name=f"hetjax-link-{k}", daemon=True)
+            for k, waiting in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def post(self, parcel: Parcel, lane: int) -> None:
         self._queues[lane].put(parcel)
@@ -128,6 +141,7 @@ class LocalLinks:
     def close(self) -> None:
         for waiting in self._queues:
             waiting.put(None)
+        wait_for(self._threads)
 
 
 def _carry_each(waiting: queue.SimpleQueue[Parcel | None]) -> None:
@@ -155,7 +169,8 @@ class EmulatedLinks:
         self._new: list[tuple[float, int, Parcel]] = []
         self._posted = 0
         self._closed = False
-        threading.Thread(target=self._work, name="hetjax-emulated-links", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="hetjax-emulated-links", daemon=True)
+        self._thread.start()
 
     def post(self, parcel: Parcel, lane: int) -> None:
         price = self._transfers[parcel.move.tasks[0].work]
@@ -174,6 +189,7 @@ class EmulatedLinks:
         with self._changed:
             self._closed = True
             self._changed.notify()
+        wait_for((self._thread,))
 
     def _work(self) -> None:
         be_punctual()

@@ -289,3 +289,18 @@ def test_steps_of_several_callers_reach_every_lane_in_one_order():
         sys.setswitchinterval(interval)
         lanes.close()
     assert len(first.seen) == 800 and first.seen == second.seen
+
+
+def test_threads_have_ended_when_their_lanes_are_closed():
+    """A thread left inside XLA while the interpreter goes away ends the process with "exception not rethrown"."""
+    def ours():
+        return {t for t in threading.enumerate() if t.name.startswith("hetjax-")}
+
+    before = ours()
+    costs = PipelineCosts((0.01,) * 2, (0.01,) * 2, 2, latency_s=(0.01,))
+    run_lists(schedule("1f1b", costs), costs)
+    assert ours() <= before
+    links = LocalLinks(2)
+    assert len(ours() - before) == 2
+    links.close()
+    assert ours() <= before
