@@ -98,7 +98,11 @@ class _Work:
         if reshard.form != "micro" or not _compressible(aval, self._dtype):
             return None
         fragments = list(self._fragments.values())
-        makers = [f for f in fragments if f.stage == reshard.source and any((p.ref, p.form) == (ref, "micro") for p in f.outputs)]
+        # As it was before: what crosses to several stages is given up with the first of them.
+        makers = [
+            self._fragments[f.name] for f in self._before.fragments
+            if f.stage == reshard.source and any((p.ref, p.form) == (ref, "micro") for p in f.outputs)
+        ]
         readers = [f for f in fragments if f.stage == reshard.target and any(p.ref == ref for p in f.inputs)]
         if len(makers) != 1 or not makers[0].per_microbatch or not readers:
             return None

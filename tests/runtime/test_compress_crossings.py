@@ -108,6 +108,32 @@ def test_values_that_the_type_holds_cross_unchanged():
     assert any(r.ref >= len(parallel.lower(weights, batch)._entry.graph.avals) for r in parallel.lower(weights, batch)._entry.program.reshards)
 
 
+def test_a_value_that_two_stages_read_crosses_narrow_to_both():
+    def step(weights, batch):
+        def loss_fn(weights):
+            first = batch @ weights[0]  # nothing of its own stage reads it
+            second = jnp.tanh(first @ weights[1])
+            third = jnp.tanh(second @ weights[2])
+            return jnp.mean((jnp.tanh((third + first) @ weights[3]) + first) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    rng = np.random.default_rng(2)
+    weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 8 for _ in range(4)]
+    batch = rng.normal(size=(BATCH, WIDTH)).astype(np.float32)
+    expected, _ = jax.jit(step)(weights, batch)
+    options = {"num_stages": 3, "mesh": "1,1", "num_microbatches": MICROBATCHES}
+    plain = hetjax.parallelize(step, **options)
+    plain(weights, batch)
+    skips = {(r.ref, r.target) for r in plain._in_use().program.reshards if r.form == "micro" and r.source == 0}
+    assert len(skips) > len({ref for ref, _ in skips})  # a value that goes to two stages
+    narrow = hetjax.parallelize(step, crossing_dtype="bfloat16", **options)
+    got, _ = narrow(weights, batch)
+    assert distance(jax.tree.map(np.subtract, got, weights), jax.tree.map(np.subtract, expected, weights)) < 0.03
+    assert narrow.stats()["bytes_between_stages"] * 2 == plain.stats()["bytes_between_stages"]
+
+
 def test_explain_and_program_text_say_what_crosses(runs):
     _, out = runs
     parallel, _ = out["float8_e4m3fn"]
