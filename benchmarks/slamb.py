@@ -285,7 +285,7 @@ def link_part(report: Report, quick: bool) -> str | None:
     reason = limited.missing()
     if reason:
         return reason
-    got = limited.measure(1.0, 5 if quick else 40, 1024, 45 if quick else 240)
+    got = limited.measure(1.0, 20 if quick else 80, 1024, 45 if quick else 240)
     for name in ("dense", "slamb"):
         compute, step = got[f"{name}, no exchange"]["step_s"], got[name]["step_s"]
         payload = got[name]["payload_bytes"]  # two workers: a ring sends 2 (N - 1) / N = 1 of it
