@@ -8,7 +8,8 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hetjax.frontend.decorator import ParallelFunction, parallelize
+from hetjax.frontend.decorator import parallelize
+from hetjax.frontend.parallel_function import ParallelFunction
 from hetjax.frontend.whatif import Costing, gap
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.cluster import Cluster

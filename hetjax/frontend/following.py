@@ -20,8 +20,8 @@ from hetjax.passes.placement import place
 from hetjax.passes.plan_stages import batch_size_of
 
 if TYPE_CHECKING:
-    from hetjax.frontend.decorator import ParallelFunction
     from hetjax.frontend.entry import Entry
+    from hetjax.frontend.parallel_function import ParallelFunction
 
 
 def follow_bundle(traced: Traced, leader: ParallelFunction) -> Bundle:

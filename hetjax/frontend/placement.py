@@ -11,8 +11,8 @@ from hetjax.frontend.following import _tails
 from hetjax.ir.errors import PlanError
 
 if TYPE_CHECKING:
-    from hetjax.frontend.decorator import ParallelFunction
     from hetjax.frontend.entry import Entry
+    from hetjax.frontend.parallel_function import ParallelFunction
 
 
 def gather(tree: Any, *, device: Any = None) -> Any:

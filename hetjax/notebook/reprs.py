@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hetjax.frontend.check_report import CheckReport
-from hetjax.frontend.decorator import ParallelFunction
 from hetjax.frontend.dry_run import Rehearsal
+from hetjax.frontend.parallel_function import ParallelFunction
 from hetjax.frontend.whatif import Delta
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.cluster import Cluster

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hetjax.frontend.decorator import ParallelFunction
 from hetjax.frontend.dry_run import Rehearsal
+from hetjax.frontend.parallel_function import ParallelFunction
 from hetjax.frontend.whatif import Costing
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import PlanError

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import hetjax
-from hetjax.frontend import decorator
+from hetjax.frontend import parallel_function
 from hetjax.ir.cluster import Cluster
 from hetjax.runtime import compiler
 
@@ -66,8 +66,8 @@ def planned(monkeypatch):
         made.append(args)
         return plain(*args)
 
-    plain = decorator.build_bundle
-    monkeypatch.setattr(decorator, "build_bundle", build)
+    plain = parallel_function.build_bundle
+    monkeypatch.setattr(parallel_function, "build_bundle", build)
     return made
 
 
