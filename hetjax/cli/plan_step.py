@@ -315,13 +315,19 @@ class _Watch:
         unit = "s a step" if self.asked.objective == "time" else "a step"
         return (
             f"{head}  best {e.best:.6g} {unit}  bound {e.lower_bound:.6g}  gap {gap:.1%}  "
-            f"{e.outline.num_stages} stages, {e.outline.num_microbatches} microbatches"
+            f"{_sizes(e.outline.num_stages, e.outline.num_microbatches)}"
         )
 
     def _write(self, **facts: Any) -> None:
         if self._log is not None:
             self._log.write(json.dumps(facts) + "\n")
             self._log.flush()
+
+
+def _sizes(stages: int, microbatches: int) -> str:
+    from hetjax.render.units import plural
+
+    return f"{plural(stages, 'stage')}, {plural(microbatches, 'microbatch', 'microbatches')}"
 
 
 def _hash_of(facts: Mapping[str, Any]) -> str:
@@ -372,7 +378,7 @@ def print_facts(facts: Mapping[str, Any]) -> None:
         click.echo(f"  left out: {u['devices']} {u['kind']} in {u['site']}: {u['why']}")
     for f in facts["judged_in_full"]:
         if f["over_memory"]:
-            click.echo(f"  passed over, does not fit: {f['stages']} stages, {f['microbatches']} microbatches: {f['over_memory'][0]}")
+            click.echo(f"  passed over, does not fit: {_sizes(f['stages'], f['microbatches'])}: {f['over_memory'][0]}")
     for name in ("file", "log"):
         if facts[name]:
             click.echo(f"  written: {facts[name]}")

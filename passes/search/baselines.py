@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from hetjax.ir.errors import PlanError
 from hetjax.passes.search.evaluator import Evaluator, Stopped
 from hetjax.passes.search.judge import INF
 from hetjax.passes.search.moves import Groups, Moves, with_options
 from hetjax.passes.search.space import Group, Micro, Part, Problem, placeable
+from hetjax.passes.search.sweep import structures
 from hetjax.passes.search.view import View
 
 # Draws in a row without a new plan after which random search takes the space for known.
@@ -36,21 +37,6 @@ def count_plans(problem: Problem, known: Callable[[Group], bool], most: int) -> 
         if total > most:
             break
     return total
-
-
-def structures(moves: Moves) -> Iterator[tuple[Micro, Groups]]:
-    """Yields every division of the batch with every sequence of groups."""
-    limit = moves.problem.stage_limit
-
-    def longer(micro: Micro, groups: Groups) -> Iterator[tuple[Micro, Groups]]:
-        for mixed in (False, True):
-            for g in moves.groups(micro, groups, mixed):
-                yield micro, (*groups, g)
-                if len(groups) + 1 < limit:
-                    yield from longer(micro, (*groups, g))
-
-    for micro in moves.micros:
-        yield from longer(micro, ())
 
 
 def exhaustive(evaluator: Evaluator, most: int = 1_000_000) -> None:

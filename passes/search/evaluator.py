@@ -49,7 +49,7 @@ class Improvement:
       elapsed_s: since the search began.
       value: seconds, or the price of a step.
       outline: the plan.
-      found_by: "rollout", "refinement", or a baseline's name.
+      found_by: "rollout", "refinement", "sweep", or a baseline's name.
     """
 
     evaluations: int

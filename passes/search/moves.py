@@ -376,6 +376,29 @@ def with_options(problem: Problem, group: Group, options: Options) -> Group:
     )
 
 
+def canonical(twins: Sequence[int], state: State) -> State:
+    """Returns the state with pools that may change places numbered in the order of their first use."""
+    if all(t == i for i, t in enumerate(twins)):
+        return state
+    rename: dict[int, int] = {}
+    free: dict[int, list[int]] = {}
+    for i, t in enumerate(twins):
+        free.setdefault(t, []).append(i)
+
+    def name(pool: int) -> int:
+        if pool not in rename:
+            rename[pool] = free[twins[pool]].pop(0)
+        return rename[pool]
+
+    def renamed(group: Group) -> Group:
+        parts = [dataclasses.replace(p, pool=name(p.pool)) for p in group.parts]
+        return Group(tuple(sorted(parts, key=lambda p: (p.pool, p.tensor))), group.options)
+
+    groups = tuple(renamed(g) for g in state.groups)
+    pending = renamed(state.pending) if state.pending is not None else None
+    return dataclasses.replace(state, groups=groups, pending=pending)
+
+
 def dearness(options: Options) -> tuple[float, ...]:
     """Returns a rank: about how much more time a stage with these options takes."""
     return (

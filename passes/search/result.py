@@ -12,8 +12,10 @@ from hetjax.ir.display import Shown
 from hetjax.ir.errors import HetjaxError, PlanError
 from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective, Stopped
 from hetjax.passes.search.judge import INF, Judge, Report
+from hetjax.passes.search.moves import with_options
 from hetjax.passes.search.refine import Refiner
-from hetjax.passes.search.space import Outline, Problem, problems_of
+from hetjax.passes.search.space import PLAIN, Outline, Problem, problems_of
+from hetjax.passes.search.sweep import Sweep
 from hetjax.passes.search.tree import SETTLED as SETTLED
 from hetjax.passes.search.tree import Node, TreeSearch
 from hetjax.passes.search.view import View
@@ -159,7 +161,7 @@ def search(
         judge, objective, max_evaluations=max_evaluations, budget_s=budget_s, on_improvement=on_improvement
     )
     view = View(evaluator, without)
-    tree = TreeSearch(view, seed, Refiner(view, seed))
+    tree = TreeSearch(view, seed, Refiner(view, seed), Sweep(view))
     # What is open now may be closed later: the bound of the whole problem is the root's.
     lower_bound = evaluator.lower_bound = tree.root.bound
     if on_start is not None:
@@ -175,9 +177,9 @@ def search(
     search_s = evaluator.elapsed_s
     outline = evaluator.outline
     if outline is None:
-        if stopped in ("interrupted", "time"):
-            raise PlanError(f"the search was stopped ({stopped}) after {search_s:.2f} s, before it had a plan")
-        raise nothing_fits(view)
+        if stopped == "interrupted":
+            raise PlanError(f"the search was interrupted after {search_s:.2f} s, before it had a plan")
+        raise nothing_fits(view, proved=tree.root.closed)
     wrong = list(problems_of(judge.problem, outline))
     report = judge.report(outline)
     if wrong or report.seconds == INF:
@@ -248,19 +250,30 @@ def _unused(view: View, outline: Outline) -> tuple[tuple[int, str, str, str], ..
     return tuple(out)
 
 
-def nothing_fits(view: View) -> PlanError:
-    """Returns the error that says by how much no plan fits, where, and what would make one fit."""
+def nothing_fits(view: View, *, proved: bool = True) -> PlanError:
+    """Returns the error that says by how much no plan fits, where, and what would make one fit.
+
+    Asked is the device that holds most of the best spread there may be: the mean stage, or the largest layer
+    alone where that is more.
+
+    Args:
+      view: the problem.
+      proved: whether every plan was ruled out; else the search only ended before it had one.
+    """
     problem, judge = view.problem, view.judge
+    choices = (PLAIN, *problem.options)
     closest: tuple[float, str, float, float] | None = None
     for micro in view.moves.micros:
-        for group in view.moves.groups(micro, (), False):
-            stages = min(problem.stage_limit, max(1, view.moves.counts((), group)))
+        for plain in view.moves.groups(micro, (), False):
+            stages = min(problem.stage_limit, max(1, view.moves.counts((), plain)))
             held = judge.in_flight(0, stages, micro.num_microbatches) if judge.fixed_memory else 1
-            for need, free in judge.rooms(group, held):
-                share = need[-1] / stages
-                if closest is None or share / max(free, 1.0) < closest[0]:
-                    kind = problem.pools[group.parts[0].pool].kind
-                    closest = (share / max(free, 1.0), f"{stages} stages on {kind}", share, free)
+            for group in dict.fromkeys(with_options(problem, plain, o) for o in choices):
+                for need, free in judge.rooms(group, held) if judge.known(group) else ():
+                    least = max(need[-1] / stages, *(b - a for a, b in itertools.pairwise(need)))
+                    if closest is None or least / max(free, 1.0) < closest[0]:
+                        kind = problem.pools[group.parts[0].pool].kind
+                        where = f"{stages} stage{'s' * (stages > 1)} on {kind}"
+                        closest = (least / max(free, 1.0), where, least, free)
     if closest is None:
         return PlanError(
             f"no number of microbatches divides a batch of {problem.batch} into sizes that "
@@ -268,11 +281,26 @@ def nothing_fits(view: View) -> PlanError:
         )
     _, where, need, free = closest
     tried = "with every choice of recomputation and sharding" if problem.options else "as it is"
+    numbers = f"a device needs at least {need / 1e9:.4g} GB and {free / 1e9:.4g} GB can be used"
+    if need > free:
+        return PlanError(
+            f"no plan for {problem.table.name} fits, {tried}. Closest: {where}, where {numbers} "
+            f"({(need - free) / 1e9:.4g} GB too much). {_REMEDIES}"
+        )
+    if proved:
+        return PlanError(
+            f"no plan for {problem.table.name} fits, {tried}. Closest: {where}, where {numbers} if all layers "
+            f"were spread evenly; they cannot be, and what is in flight comes on top. {_REMEDIES}"
+        )
     return PlanError(
-        f"no plan for {problem.table.name} fits, {tried}. Closest: {where}, where a device of the mean stage "
-        f"needs {need / 1e9:.4g} GB and {free / 1e9:.4g} GB can be used ({(need - free) / 1e9:+.4g} GB). "
-        "More stages (more devices), recomputation, sharded optimizer state or a smaller microbatch would make it fit"
+        f"the search ended after {view.evaluator.evaluations} evaluations without a plan for {problem.table.name} that "
+        f"fits. One may exist: with {where}, {numbers}. Give it more evaluations or seconds. If that finds none: {_REMEDIES}"
     )
+
+
+_REMEDIES = (
+    "More stages (more devices), recomputation, sharded optimizer state or a smaller microbatch would make it fit"
+)
 
 
 def describe(problem: Problem, outline: Outline) -> list[dict[str, Any]]:

@@ -21,12 +21,13 @@ import itertools
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from hetjax.passes.search.judge import INF
-from hetjax.passes.search.moves import MOST_EDGES, MOST_OPTIONS, ROOT, State
+from hetjax.passes.search.moves import MOST_EDGES, MOST_OPTIONS, ROOT, State, canonical
 from hetjax.passes.search.refine import Refiner
 from hetjax.passes.search.space import Group, Micro, Problem
+from hetjax.passes.search.sweep import Sweep
 from hetjax.passes.search.view import View
 
 # Why a node is closed that neither the bound nor a principle closed.
@@ -36,6 +37,8 @@ _EXPLORATION = 1.0
 _WIDEN, _WIDEN_POWER = 1.5, 0.6
 # Plans drawn before the refinement begins, and how many evaluations it has for each one after.
 _FIRST_VISITS, _REFINEMENT = 60, 3
+# Evaluations of the sweep for each one of the tree.
+_SWEEP = 4
 # After so many walks that met no plan worth judging the search ends.
 _MOST_IDLE = 3_000
 # So many divisions of the batch are looked at before any a second time.
@@ -91,13 +94,15 @@ class TreeSearch:
       view: the problem.
       seed: of all that is drawn.
       refiner: what improves the plans drawn.
+      sweep: what settles the structures of small problems one by one.
     """
 
-    def __init__(self, view: View, seed: int, refiner: Refiner | None = None):
+    def __init__(self, view: View, seed: int, refiner: Refiner | None = None, sweep: Sweep | None = None):
         self.view = view
         self.evaluator = view.evaluator
         self.random = random.Random(seed)
         self.refiner = refiner
+        self.sweep = sweep
         self.nodes: dict[State, Node] = {}
         self._visits = self._idle = 0
         self._first_visits = min(_FIRST_VISITS, 2 * len(view.moves.micros))
@@ -121,10 +126,13 @@ class TreeSearch:
             self._idle = 0 if self.evaluator.evaluations > before else self._idle + 1
             if self._idle > _MOST_IDLE:
                 return
-            if self.refiner is not None:
-                drawn = self.evaluator.evaluations - before
-                if self._visits > self._first_visits:
-                    self.refiner.work(_REFINEMENT * (1 + drawn))
+            drawn = self.evaluator.evaluations - before
+            if self.sweep is not None:
+                self.sweep.work(_SWEEP * (1 + drawn))
+                if self.sweep.done:
+                    self.root.closed, self.root.why = True, SETTLED
+            if self.refiner is not None and self._visits > self._first_visits:
+                self.refiner.work(_REFINEMENT * (1 + drawn))
 
     def step(self) -> None:
         """Walks down once."""
@@ -395,33 +403,11 @@ def _open(child: Child) -> bool:
     return child.node is None or not child.node.closed
 
 
-def canonical(twins: Sequence[int], state: State) -> State:
-    """Returns the state with pools that may change places numbered in the order of their first use."""
-    if all(t == i for i, t in enumerate(twins)):
-        return state
-    rename: dict[int, int] = {}
-    free: dict[int, list[int]] = {}
-    for i, t in enumerate(twins):
-        free.setdefault(t, []).append(i)
-
-    def name(pool: int) -> int:
-        if pool not in rename:
-            rename[pool] = free[twins[pool]].pop(0)
-        return rename[pool]
-
-    def renamed(group: Group) -> Group:
-        parts = [dataclasses.replace(p, pool=name(p.pool)) for p in group.parts]
-        return Group(tuple(sorted(parts, key=lambda p: (p.pool, p.tensor))), group.options)
-
-    groups = tuple(renamed(g) for g in state.groups)
-    pending = renamed(state.pending) if state.pending is not None else None
-    return dataclasses.replace(state, groups=groups, pending=pending)
-
-
 def micro_label(micro: Micro) -> str:
     """Returns a division of the batch in a few characters."""
-    replicas = f", {micro.replicas} replicas" if micro.replicas else ""
-    return f"{micro.num_microbatches} microbatches of {micro.examples}{replicas}"
+    replicas = f", {micro.replicas} replica{'s' * (micro.replicas > 1)}" if micro.replicas else ""
+    m = micro.num_microbatches
+    return f"{m} microbatch{'es' * (m > 1)} of {micro.examples}{replicas}"
 
 
 def group_label(problem: Problem, group: Group) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -18,13 +19,13 @@ from hetjax.passes.search.baselines import (
 from hetjax.passes.search.cuts import balanced
 from hetjax.passes.search.evaluator import Evaluator, Objective
 from hetjax.passes.search.judge import INF
-from hetjax.passes.search.moves import FINE, ROOT, Moves, State
+from hetjax.passes.search.moves import FINE, ROOT, Moves, State, canonical
 from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.principles import PRINCIPLES, active
-from hetjax.passes.search.result import search
+from hetjax.passes.search.result import nothing_fits, search
 from hetjax.passes.search.samples import random_problem
 from hetjax.passes.search.space import Group, Micro, Outline, Part, placeable, problems_of
-from hetjax.passes.search.tree import canonical
+from hetjax.passes.search.sweep import Sweep
 from hetjax.passes.search.view import View
 
 
@@ -208,3 +209,37 @@ def test_stages_with_two_parts_in_one_pool_do_not_take_its_devices_twice():
                     assert placeable(problem, groups), (seed, group)
                     checked += len(groups) > 0
     assert checked > 100
+
+
+@pytest.mark.quick
+def test_a_sweep_proves_the_best_of_few_structures_with_few_evaluations():
+    proved = 0
+    for seed, problem in small_problems(6):
+        whole, evaluator = Evaluator(OwnJudge(problem)), Evaluator(OwnJudge(problem))
+        exhaustive(whole)
+        sweep = Sweep(View(evaluator))
+        assert sweep.active
+        while not sweep.done:
+            sweep.work(10)
+        assert evaluator.best == pytest.approx(whole.best, rel=1e-9), seed
+        assert whole.best == INF or evaluator.evaluations < whole.evaluations / 2
+        proved += whole.best < INF
+    assert proved >= 4
+    # Without the principle of bounds nothing is settled by them, and many structures are the tree's.
+    assert not Sweep(View(Evaluator(OwnJudge(problem)), ["bounds"])).active
+    large = random_problem(3, devices=24, layers=12)
+    assert not Sweep(View(Evaluator(OwnJudge(large)))).active
+
+
+@pytest.mark.quick
+def test_a_search_that_ends_early_and_one_that_cannot_fit_say_so():
+    view = View(Evaluator(OwnJudge(random_problem(63))))
+    early = str(nothing_fits(view, proved=False))
+    assert "the search ended after 0 evaluations" in early and "-" not in early.split("GB")[0].split()[-1]
+    problem = random_problem(63)
+    problem.table.state_bytes = (4e4, 4e4, 8e4)
+    with pytest.raises(PlanError, match="no plan for random 63 fits") as error:
+        search(OwnJudge(problem), max_evaluations=2000)
+    # The largest layer alone is too large for a device.
+    need, free, over = map(float, re.search(r"at least (\S+) GB and (\S+) GB .* \((\S+) GB too much", str(error.value)).groups())
+    assert over > 0 and over == pytest.approx(need - free, abs=0.01 * need)
