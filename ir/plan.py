@@ -25,6 +25,9 @@ VERSION = 1
 REPRICED = ("num_microbatches", "schedule", "warmups", "state_specs", "per_microbatch", "crossing_dtype")
 # Narrower types in which activations may cross between stages, by explicit choice.
 CROSSING_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+# What a backward may compute again: nothing, elementwise ops, everything from what its layers were given,
+# everything from what its stage was given.
+RECOMPUTE = ("", "cheap", "layer", "stage")
 # Where a number comes from.
 SOURCES = ("measured", "imported", "analytic", "given")
 
@@ -87,8 +90,8 @@ class Plan(Shown):
       state_specs: (path, spec) of the state leaves that are not replicated, sorted by path.
       layer_edges: per loop over layers, in program order: 0, the first layer of each later part of it, and
         the number of layers; () where no loop is split.
-      recompute: what backwards compute again instead of keeping it: "" nothing, "cheap" elementwise ops,
-        "stage" the stage's whole forward.
+      recompute: what backwards compute again instead of keeping it: one of `RECOMPUTE`.
+      recompute_stages: the stages that do; () for all.
       microbatch_reason: why that number of microbatches.
       seed, evaluations: of the search that found it, or None.
       sources: (what, one of `SOURCES`) pairs.
@@ -109,6 +112,7 @@ class Plan(Shown):
     state_specs: tuple[tuple[str, Spec], ...] = ()
     layer_edges: tuple[tuple[int, ...], ...] = ()
     recompute: str = ""
+    recompute_stages: tuple[int, ...] = ()
     microbatch_reason: str = ""
     seed: int | None = None
     evaluations: int | None = None
@@ -228,7 +232,8 @@ class Plan(Shown):
             ends = dict.fromkeys((*stage.blocks[:1], *stage.blocks[-1:]))
             span = f": {' … '.join(ends)}" if ends else ""
             devices = f"{len(stage.devices)} x {stage.kind} in {stage.site} ({mesh})"
-            lines.append(f"  stage {i}: {devices}{span}")
+            again = f", recomputes by {self.recompute}" * (self.recompute != "" and i in (self.recompute_stages or (i,)))
+            lines.append(f"  stage {i}: {devices}{span}{again}")
         return "\n".join(lines)
 
 
@@ -269,6 +274,12 @@ def verify_plan(plan: Plan, cluster: Cluster) -> None:
     if plan.crossing_dtype and plan.crossing_dtype not in CROSSING_DTYPES:
         known = nearest(str(plan.crossing_dtype), CROSSING_DTYPES) or f"; it may be {', '.join(CROSSING_DTYPES)}"
         found.append(f"crossing_dtype is {plan.crossing_dtype!r}{known}")
+    if plan.recompute not in RECOMPUTE:
+        known = nearest(str(plan.recompute), RECOMPUTE) or f"; it may be {', '.join(map(repr, RECOMPUTE))}"
+        found.append(f"recompute is {plan.recompute!r}{known}")
+    found += [
+        f"recompute_stages: there is no stage {s}" for s in plan.recompute_stages if s >= len(plan.stages)
+    ]
     user: dict[int, int] = {}
     for i, stage in enumerate(plan.stages):
         found += _stage_problems(i, stage, cluster)

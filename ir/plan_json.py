@@ -194,6 +194,7 @@ _PLAN: dict[str, _Read] = {
     "state_specs": _many(_pair(_text, _many(_many(_text)))),
     "layer_edges": _many(_many(_whole)),
     "recompute": _text,
+    "recompute_stages": _many(_whole),
     "microbatch_reason": _text,
     "seed": _optional(_whole),
     "evaluations": _optional(_whole),

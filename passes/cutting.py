@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hetjax.ir.errors import PlanError
-from hetjax.ir.graph import Graph, users
+from hetjax.ir.graph import Graph, Ref, users
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.plan import Cut
 from hetjax.ir.suggest import nearest
@@ -71,6 +71,26 @@ def cut_candidates(graph: Graph, micro: Microbatching) -> Candidates:
     forward op after it reads it. Values free of parameters are computed again on the other side and
     do not cross.
     """
+    flops, places, seen = 0, [], {}
+    for i, live in live_values(graph, micro):
+        op = graph.ops[i]
+        offset = seen.setdefault(op.block, 0)
+        seen[op.block] += 1
+        if live:
+            avals = [micro.graph.avals[r] for r in live]
+            places.append(
+                Candidate(i, flops, sum(a.nbytes for a in avals), len(avals), Cut(op.block, offset))
+            )
+        if op.cost is not None:
+            flops += op.cost.flops // micro.num_microbatches
+    if len(places) > MAX_CANDIDATES:
+        limit = sorted(c.nbytes for c in places)[MAX_CANDIDATES - 1]
+        places = [c for c in places if c.nbytes <= limit]
+    return Candidates(tuple(places), flops)
+
+
+def live_values(graph: Graph, micro: Microbatching) -> Iterator[tuple[int, frozenset[Ref]]]:
+    """Yields, for every forward op by its position in `Graph.ops`, the values that would cross a cut before it."""
     forward = _cut_ops(graph, micro)
     position = {i: p for p, i in enumerate(forward)}
     readers = users(graph)
@@ -79,24 +99,10 @@ def cut_candidates(graph: Graph, micro: Microbatching) -> Candidates:
         for i in forward
         for r in graph.ops[i].outputs
     }
-    live: set[int] = set()
-    flops, places, seen = 0, [], {}
+    live: frozenset[Ref] = frozenset()
     for p, i in enumerate(forward):
-        op = graph.ops[i]
-        offset = seen.setdefault(op.block, 0)
-        seen[op.block] += 1
-        if p and live:
-            avals = [micro.graph.avals[r] for r in live]
-            places.append(
-                Candidate(i, flops, sum(a.nbytes for a in avals), len(avals), Cut(op.block, offset))
-            )
-        if op.cost is not None:
-            flops += op.cost.flops // micro.num_microbatches
-        live = {r for r in live if last[r] > p} | {r for r in op.outputs if last[r] > p}
-    if len(places) > MAX_CANDIDATES:
-        limit = sorted(c.nbytes for c in places)[MAX_CANDIDATES - 1]
-        places = [c for c in places if c.nbytes <= limit]
-    return Candidates(tuple(places), flops)
+        yield i, live
+        live = frozenset(r for r in (*live, *graph.ops[i].outputs) if last[r] > p)
 
 
 def cheap_places(candidates: Candidates, num_stages: int) -> tuple[Candidate, ...]:

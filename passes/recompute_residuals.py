@@ -10,7 +10,10 @@ from typing import ClassVar
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import PassError
 from hetjax.ir.graph import Op, Ref, subgraphs
+from hetjax.ir.plan import RECOMPUTE
 from hetjax.ir.program import Fragment, Port, Program
+from hetjax.passes.cost.layers import step_layers
+from hetjax.passes.cutting import live_values
 from hetjax.passes.residuals import residual_bytes
 from hetjax.passes.split_scans import ELEMENTWISE
 
@@ -19,7 +22,7 @@ CHEAP = (ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "trans
     "bessel_i0e", "bessel_i1e", "digamma", "igamma", "igamma_grad_a", "igammac", "lgamma", "polygamma",
     "regularized_incomplete_beta", "zeta",
 }  # fmt: skip
-MODES = ("cheap", "stage")
+MODES = tuple(m for m in RECOMPUTE if m)
 _INFINITE = 1 << 62
 
 
@@ -29,11 +32,13 @@ class RecomputeResiduals:
 
     Before: `s0/forward` keeps an activation, its exponential and a mask; `s0/backward` reads all three.
     After:  it keeps the activation; the backward makes the others again.
-    The values kept are a minimum cut between what the stage is given and what its backward reads.
+    The values kept are a minimum cut between what the stage is given and what its backward reads. What is
+    made again is made where the backward first reads it.
 
     Attributes:
       mode: "cheap" computes elementwise ops again; "stage" anything, so that a stage keeps what it was
-        given and runs its forward twice.
+        given and runs its forward twice; "layer" the same layer by layer: what each layer of the model was
+        given is kept, and only one layer's values are there at a time. The plan says which stages do.
     """
 
     name: ClassVar[str] = "recompute-residuals"
@@ -50,7 +55,16 @@ class RecomputeResiduals:
             raise PassError(self.name, f"mode is {self.mode!r}; it is one of {', '.join(MODES)}")
         if program.reshards or program.tasks:
             raise PassError(self.name, "must run before reshards and tasks are made")
-        changed = recompute_residuals(program, everything=self.mode == "stage")
+        stages = bundle.plan.recompute_stages if bundle.plan is not None else ()
+        held = frozenset()
+        if self.mode == "layer":
+            if bundle.graph is None or bundle.microbatching is None:
+                raise PassError(self.name, "mode layer needs the graph with its microbatching, to find the layers")
+            ends = {layer.op for layer in step_layers(bundle.graph, bundle.microbatching)}
+            held = frozenset().union(
+                *(live for op, live in live_values(bundle.graph, bundle.microbatching) if op in ends)
+            )
+        changed = recompute_residuals(program, everything=self.mode != "cheap", stages=stages, held=held)
         if changed is program:
             return bundle
         before, after = residual_bytes(program), residual_bytes(changed)
@@ -58,18 +72,24 @@ class RecomputeResiduals:
         return bundle.replace(program=changed).note("recompute", f"residual bytes per microbatch: {told}")
 
 
-def recompute_residuals(program: Program, *, everything: bool = False) -> Program:
+def recompute_residuals(
+    program: Program, *, everything: bool = False, stages: Sequence[int] = (), held: frozenset[Ref] = frozenset()
+) -> Program:
     """Returns the program with backwards that compute again what they can; the same object when none does.
 
     Args:
       program: fragments without specs, reshards or tasks.
       everything: whether dear ops are computed again too.
+      stages: those that compute again; () for all.
+      held: values that are never made again.
     """
     fragments = {f.name: f for f in program.fragments}
     for forward in program.fragments:
         backward = fragments.get(forward.name.replace("/forward", "/backward"))
+        if stages and forward.stage not in stages:
+            continue
         if forward.phase == "forward" and backward is not None and backward is not forward:
-            pair = _recomputed(program, fragments[forward.name], backward, everything)
+            pair = _recomputed(program, fragments[forward.name], backward, everything, held)
             if pair is not None:
                 fragments[forward.name], fragments[backward.name] = pair
     if all(fragments[f.name] is f for f in program.fragments):
@@ -78,7 +98,7 @@ def recompute_residuals(program: Program, *, everything: bool = False) -> Progra
 
 
 def _recomputed(
-    program: Program, forward: Fragment, backward: Fragment, everything: bool
+    program: Program, forward: Fragment, backward: Fragment, everything: bool, held: frozenset[Ref]
 ) -> tuple[Fragment, Fragment] | None:
     made = {r: op for op in forward.ops for r in op.outputs}
     given = {p.ref: p for p in forward.inputs}
@@ -93,14 +113,14 @@ def _recomputed(
         # Arguments lie on the stage anyway; what the backward reads for other reasons is there too.
         return 0 if ref in at_hand or ref < arguments else max(1, program.micro_avals[ref].nbytes)
 
-    sources = {r: forward.ops[i].refs for r, i in position.items() if i in again}
+    sources = {r: forward.ops[i].refs for r, i in position.items() if i in again and r not in held}
     kept = _cheapest_cut(wanted, sources, cost)
     if sum(map(cost, kept)) >= sum(map(cost, wanted)):
         return None
     ops, reads = _ancestors(wanted, kept, made)
     own = {r for op in backward.ops for r in op.outputs}
     ops = [op for op in ops if not all(r in own for r in op.outputs)]
-    all_ops = sorted([*ops, *backward.ops], key=_place)
+    all_ops = _where_read(ops, sorted(backward.ops, key=_place))
     defined = {r for op in all_ops for r in op.outputs}
     form = next((p.form for p in forward.outputs if p.form in ("micro", "step")), "micro")
     ports = {p.ref: p for p in backward.inputs if p.ref not in wanted}
@@ -125,6 +145,25 @@ def _may_run_again(op: Op, everything: bool) -> bool:
     if op.eqn is not None and op.eqn.effects:
         return False
     return everything or (op.primitive in CHEAP and not any(True for _ in subgraphs(op)))
+
+
+def _where_read(again: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
+    """Returns ops in order, each of `again` before the first that reads what it makes."""
+    made = {r: op for op in again for r in op.outputs}
+    out: list[Op] = []
+    done: set[int] = set()
+    for op in ops:
+        stack = [(op, False)]
+        while stack:
+            at, ready = stack.pop()
+            if ready:
+                out.append(at)
+            elif id(at) not in done:
+                done.add(id(at))
+                stack.append((at, True))
+                makers = {id(made[r]): made[r] for r in at.refs if r in made}
+                stack += [(m, False) for m in sorted(makers.values(), key=_place, reverse=True)]
+    return out
 
 
 def _place(op: Op) -> float:

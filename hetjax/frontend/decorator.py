@@ -13,7 +13,7 @@ from hetjax.frontend.parallel_function import BoundParallelFunction, ParallelFun
 from hetjax.frontend.planning import SEARCH_S, Options, parse_mesh
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import ClusterError, PlanError
-from hetjax.ir.plan import CROSSING_DTYPES, Plan
+from hetjax.ir.plan import CROSSING_DTYPES, RECOMPUTE, Plan
 from hetjax.passes.cost.store import store_digest
 
 MeshLike = str | Sequence[int] | Sequence[Sequence[int]] | None
@@ -30,7 +30,7 @@ def parallelize(
     schedule: str | None = None, plan: Plan | str | Path | None = None,
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
     per_microbatch: bool = False, crossing_dtype: str | None = None, axis_name: str | None = None,
-    replicas: int = 1, recompute: str = "", rehearse: bool | str = False,
+    replicas: int = 1, recompute: str | None = None, rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
     profiles: str | Path | None = None, search_s: float = SEARCH_S,
 ) -> Any: ...
@@ -42,7 +42,7 @@ def parallelize(
     schedule: str | None = None, plan: Plan | str | Path | None = None,
     batch_argnums: int | Sequence[int] | None = None, donate: bool = False,
     per_microbatch: bool = False, crossing_dtype: str | None = None, axis_name: str | None = None,
-    replicas: int = 1, recompute: str = "", rehearse: bool | str = False,
+    replicas: int = 1, recompute: str | None = None, rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
     profiles: str | Path | None = None, search_s: float = SEARCH_S,
 ) -> Any:
@@ -73,7 +73,9 @@ def parallelize(
       replicas: how many devices that pmap ran on, each with its part of the batch; 1 gives one replica
         the whole batch.
       recompute: "cheap" lets backwards compute elementwise values again instead of keeping them from the
-        forward, "stage" a stage's whole forward; "" keeps what the step keeps.
+        forward, "layer" all from what each layer was given, "stage" all from what the stage was given;
+        "" keeps what the step keeps. None leaves it to the search, stage by stage ("layer" where only that
+        fits, or is faster); where nothing is searched it keeps.
       rehearse: lets CPU devices stand for the cluster's. "timed" also lets stages and links take the
         seconds that the cost model gives the cluster's, in real time; a call then returns when the step
         has ended.
@@ -112,8 +114,8 @@ def parallelize(
         cluster, num_stages, num_microbatches, schedule, crossing_dtype, plan, rehearse, like, progress, profiles,
         search_s,
     )
-    if recompute not in ("", "cheap", "stage"):
-        raise PlanError(f"recompute is {recompute!r}; it may be '', 'cheap' or 'stage'")
+    if recompute is not None and recompute not in RECOMPUTE:
+        raise PlanError(f"recompute is {recompute!r}; it may be {', '.join(map(repr, RECOMPUTE))} or None")
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
         schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,

@@ -46,7 +46,7 @@ class Options:
       profiles: the profile store that prices; "" prices by data sheets.
       profiles_digest: of its content, so that a kept start rests on the same numbers.
       axis: name of an axis that was bound, and its replicas.
-      recompute: "" keeps all residuals, "cheap" or "stage" as in recompute-residuals.
+      recompute: "" keeps all residuals, other modes as in recompute-residuals; None leaves it to a search.
       search_s: the most seconds a search for the plan may take; 0 for none.
     """
 
@@ -61,7 +61,7 @@ class Options:
     profiles: str = ""
     profiles_digest: str = ""
     axis: tuple[str, int] | None = None
-    recompute: str = ""
+    recompute: str | None = None
     search_s: float = SEARCH_S
 
 
@@ -144,7 +144,7 @@ def planned_bundle(traced: Traced, bundle: Bundle, options: Options) -> Bundle:
     notes = (("axis", describe(*options.axis)),) if options.axis is not None else ()
     bundle = bundle.replace(graph=graph, microbatching=micro, notes=(*bundle.notes, *notes))
     if plan is None:
-        plan = plan_stages(graph, micro, cluster, request).with_(layer_edges=edges, recompute=options.recompute)
+        plan = plan_stages(graph, micro, cluster, request).with_(layer_edges=edges, recompute=options.recompute or "")
         if reason := why_fewer_stages(graph, options.num_stages or 1, plan.num_stages):
             warnings.warn(f"{graph.name}: {reason}", UserWarning, stacklevel=2)
             bundle = bundle.replace(notes=(*bundle.notes, ("stages", reason)))

@@ -36,6 +36,7 @@ from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective
 from hetjax.passes.search.judge import INF, Edges, Groups
 from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.result import SearchResult, search
+from hetjax.passes.search.space import Options as SearchOptions
 from hetjax.passes.search.space import Outline, Pool, Problem, pools_of
 from hetjax.planning.outlines import plan_of_outline
 from hetjax.planning.pins import Pins, pin_specs, pinned_pools
@@ -45,6 +46,8 @@ from hetjax.planning.traced_table import MAX_TENSOR, TracedTable
 _AGREE = 1.1
 # How often the search begins anew because its best number of microbatches cannot be proved.
 _ANEW = 3
+# By how much less memory counts where no plan fits by the table.
+_LOOSER = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,13 +211,23 @@ def search_step(
     problem = Problem(
         table, cluster, pools, max(1, batch_size_of(analysed)), mixed=False,
         max_devices=wishes.max_devices, counts=counts, stage_pools=pinned_pools(pins, pools),
+        options=(SearchOptions(recompute=True),) if options.recompute is None else (),
     )  # fmt: skip
-    for _ in range(_ANEW):
-        found = search(
-            _PinnedJudge(problem, sync_each=True), objective=Objective(wishes.objective, wishes.prices),
-            seed=effort.seed, max_evaluations=effort.evaluations, budget_s=effort.budget_s,
-            without=effort.without, on_start=on_start, on_improvement=on_improvement,
-        )  # fmt: skip
+    unfit: PlanError | None = None
+    for attempt in range(_ANEW):
+        try:
+            found = search(
+                _PinnedJudge(problem, sync_each=True), objective=Objective(wishes.objective, wishes.prices),
+                seed=effort.seed, max_evaluations=effort.evaluations, budget_s=effort.budget_s,
+                without=effort.without, on_start=on_start, on_improvement=on_improvement,
+            )  # fmt: skip
+        except PlanError as error:
+            # Layers counted one by one may hold more than their stage does, which the full judgement knows.
+            if unfit is not None or attempt == _ANEW - 1:
+                raise unfit or error from None
+            unfit = error
+            table.hold_more(_LOOSER)
+            continue
         judge = _Finals(problem, table, proofs, options, wishes, effort)
         unproved = judge.run(found)
         if unproved is not None:
@@ -333,7 +346,11 @@ class _Finals:
             schedule=self.options.schedule,
             seed=self.effort.seed, evaluations=evaluations,
         )  # fmt: skip
-        self._add("search", graph, micro, pin_specs(plan, self.wishes.pins, graph))
+        plan = pin_specs(plan, self.wishes.pins, graph)
+        self._add("search", graph, micro, plan)
+        if plan.recompute and self.finalists[-1].estimate.over:
+            # Fewer bytes for each microbatch in flight, more while one is in its backward.
+            self._add("search", graph, micro, dataclasses.replace(plan, recompute="stage"))
 
     def _add_first_planner(self) -> None:
         """Adds the plan that `plan_stages` makes, at the number of microbatches that it would have chosen."""
@@ -350,7 +367,9 @@ class _Finals:
 
     def _add(self, source: str, graph: Graph, micro: Microbatching, plan: Plan) -> None:
         cluster = self.problem.cluster
-        plan = dataclasses.replace(plan, layer_edges=self.proofs.edges, recompute=self.options.recompute)
+        plan = dataclasses.replace(plan, layer_edges=self.proofs.edges)
+        if self.options.recompute is not None:
+            plan = dataclasses.replace(plan, recompute=self.options.recompute, recompute_stages=())
         if self.options.crossing_dtype is not None:
             plan = dataclasses.replace(plan, crossing_dtype=self.options.crossing_dtype)
         bundle = Bundle(graph=graph, cluster=cluster, microbatching=micro, plan=plan)
@@ -383,7 +402,7 @@ def _none_fits(finalists: Sequence[Finalist]) -> str:
     more = memory[s].peak_bytes - kinds[s].memory_bytes
     help_ = "more stages (more devices)"
     if memory[s].activations * memory[s].in_flight >= more:
-        help_ = "a smaller microbatch, recomputation (jax.checkpoint in the model) or " + help_
+        help_ = "a smaller microbatch, recomputation (recompute=\"stage\", or jax.checkpoint in the model) or " + help_
     return (
         f"no plan for {closest.plan.name} fits; the closest has {closest.plan.num_stages} stages and "
         f"{closest.plan.num_microbatches} microbatches and lacks {more / 1e9:.3g} GB on stage {s}:\n  "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from hetjax.ir.errors import PlanError
@@ -57,7 +58,7 @@ def plan_of_outline(
 
     Args:
       problem: of the search.
-      outline: stages of one kind in one site each, and no options: what the runtime can do.
+      outline: stages of one kind in one site each, with no option but recomputation: what the runtime can do.
       layers: of the table, one per layer of the problem.
       graph: the step, labelled and with costs.
       micro: proved for the outline's number of microbatches.
@@ -76,7 +77,7 @@ def plan_of_outline(
     cuts = [layer.op for layer in starts[1:]]
     stages = []
     for s, (group, devices) in enumerate(zip(outline.groups, place_outline(problem, outline))):
-        if len(group.parts) != 1 or group.options != PLAIN:
+        if len(group.parts) != 1 or dataclasses.replace(group.options, recompute=False) != PLAIN:
             raise PlanError(f"stage {s} of the outline has unlike replicas or options, which no plan has")
         part, pool = group.parts[0], problem.pools[group.parts[0].pool]
         axes = (("data", part.replicas), ("model", part.tensor))
@@ -92,10 +93,12 @@ def plan_of_outline(
         tensor = group.parts[0].tensor
         if tensor > 1:
             specs |= {p: spec for p, (layer, spec) in tensor_specs(tensor).items() if first <= layer < last}
+    again = tuple(s for s, group in enumerate(outline.groups) if group.options.recompute)
     return Plan(
         name=graph.name, cluster=problem.cluster.name, cluster_hash=problem.cluster.hash,
         num_microbatches=micro.num_microbatches, batch_size=max(1, batch_size_of(graph)),
         schedule=schedule, stages=tuple(stages), per_microbatch=micro.accepted,
         microbatch_reason=microbatch_reason(micro), seed=seed, evaluations=evaluations,
         sources=(("device speed", "given"), ("op cost", "analytic")), state_specs=tuple(sorted(specs.items())),
+        recompute="layer" if again else "", recompute_stages=() if len(again) == len(stages) else again,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 import hetjax
-from hetjax.errors import PlanError
+from hetjax.errors import PlanError, VerifyError
+from hetjax.passes.cost.estimate import estimate_program
 from hetjax.passes.recompute_residuals import _cheapest_cut
 from hetjax.passes.residuals import residual_bytes
-from tests.support import assert_same
+from tests.support import assert_same, make_batch, make_linen
 
 
 def gelu_layers():
@@ -41,7 +43,7 @@ def test_fewer_bytes_and_the_same_numbers(microbatches, schedule):
     step, state, batch = gelu_layers()
     want = jax.jit(step)(state, batch)
     kept = {}
-    for mode in ("", "cheap", "stage"):
+    for mode in ("", "cheap", "layer", "stage"):
         parallel = hetjax.parallelize(
             step, num_stages=2, num_microbatches=microbatches, mesh="2,1", recompute=mode, schedule=schedule
         )
@@ -51,7 +53,8 @@ def test_fewer_bytes_and_the_same_numbers(microbatches, schedule):
         assert parallel.plan.recompute == mode
         if mode:
             assert "recompute: residual bytes per microbatch: s0 " in parallel.explain()
-    assert kept["stage"] < kept["cheap"] < 0.7 * kept[""]
+    # Without modules the step has one layer.
+    assert kept["stage"] == kept["layer"] < kept["cheap"] < 0.7 * kept[""]
 
 
 def test_a_stage_that_runs_its_forward_again_keeps_what_it_was_given():
@@ -64,9 +67,41 @@ def test_a_stage_that_runs_its_forward_again_keeps_what_it_was_given():
     assert kept[1] <= batch["x"].size // 2 * 4
 
 
+def test_what_layers_were_given_is_kept_and_little_else_is_there_at_a_time():
+    step, state, _ = make_linen(blocks=4)
+    batch = make_batch(64, length=16)
+    memory = {}
+    for mode in ("", "layer", "stage"):
+        parallel = hetjax.parallelize(step, num_stages=1, num_microbatches=4, schedule="gpipe", recompute=mode)
+        parallel.plan_for(state, batch)
+        bundle = parallel._in_use().bundle
+        (memory[mode],) = estimate_program(bundle).memory
+    assert memory["stage"].activations < memory["layer"].activations < 0.4 * memory[""].activations
+    # A stage's values at once, or a layer's.
+    assert memory["layer"].temporaries < 0.7 * memory["stage"].temporaries
+
+
+def test_only_the_stages_that_the_plan_names_run_again():
+    step, state, batch = make_linen(blocks=2)
+    plan = hetjax.parallelize(step, num_stages=2, num_microbatches=2).plan_for(state, batch)
+    before, after = (
+        residual_bytes(_planned(step, p, state, batch))
+        for p in (plan, dataclasses.replace(plan, recompute="layer", recompute_stages=(0,)))
+    )
+    assert after[0] < before[0] and after[1] == before[1]
+    with pytest.raises(VerifyError, match="recompute_stages: there is no stage 2"):
+        _planned(step, dataclasses.replace(plan, recompute="layer", recompute_stages=(2,)), state, batch)
+
+
+def _planned(step, plan, state, batch):
+    parallel = hetjax.parallelize(step, plan=plan)
+    parallel.plan_for(state, batch)
+    return parallel._in_use().program
+
+
 @pytest.mark.quick
 def test_unknown_modes_are_refused():
-    with pytest.raises(PlanError, match="may be '', 'cheap' or 'stage'"):
+    with pytest.raises(PlanError, match="may be '', 'cheap', 'layer', 'stage' or None"):
         hetjax.parallelize(lambda s, b: (s, b), recompute="all")
 
 

@@ -10,7 +10,7 @@ import hetjax
 from hetjax.frontend import default_plan
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
-from tests.support import assert_same, copy_tree, make_linen
+from tests.support import assert_same, copy_tree, make_batch, make_linen
 
 TWO_SITES = pathlib.Path(hetjax.__file__).parent / "demo" / "two_sites.toml"
 
@@ -41,6 +41,20 @@ def test_a_searched_plan_runs_like_plain_jit_and_is_kept_for_the_next_start(tmp_
     with pytest.raises(TypeError):
         hetjax.parallelize(step, cluster=TWO_SITES).plan_for(state, batch)
     assert "is damaged" in caplog.text
+
+
+def test_a_stage_recomputes_where_only_that_fits_and_gives_the_same_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("HETJAX_CACHE", str(tmp_path))
+    step, state, _ = make_linen(blocks=2)
+    batch = make_batch(96, length=16)
+    toml, room = TWO_SITES.read_text(), 350_000  # what the step keeps for its backward takes most of it
+    small = Cluster.parse(toml.replace('like = "cpu"\n', f'like = "cpu"\nmemory_bytes = {room}\n'))
+    with pytest.raises(PlanError, match="GB"):
+        hetjax.parallelize(step, cluster=small, num_microbatches=2, recompute="").plan_for(state, batch)
+    parallel = hetjax.parallelize(step, cluster=small, num_microbatches=2)
+    assert_same(parallel(copy_tree(state), batch), jax.jit(step)(state, batch))
+    assert parallel.plan.recompute == "layer" and all(s.peak_bytes <= room for s in parallel.plan.stages)
+    assert "recomputes by layer" in str(parallel.plan) and "recompute: residual bytes" in parallel.explain()
 
 
 def test_what_is_asked_for_is_not_searched():
