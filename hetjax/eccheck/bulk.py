@@ -44,6 +44,29 @@ _LENGTH = struct.Struct("<I")
 _PIECE = struct.Struct("<IIIQ")
 _GREETING_LIMIT, _FRAME_LIMIT = 4096, 8 << 20
 _GREETING_S, _CONNECTIONS, _TIMEOUT_LIMIT_S = 5.0, 128, 86_400.0
+_ARM_S = 0.05  # a timeout is set anew (a system call) only when it is this much too long
+# Bytes in flight that lie in the processor's cache are received a third faster than those that do
+# not, measured over loopback. A near link is filled by less: twice its delay times 100 Gbit/s.
+_CACHED_BYTES, _LINK_BYTES_S, _FAR_BYTES = 512 << 10, 12.5e9, 4 << 20
+_TCP_INFO_BYTES, _RTT_AT = 104, 68  # struct tcp_info: tcpi_rtt, uint32, microseconds
+
+
+def buffer_bytes(round_trip_s: float) -> int:
+    """Returns the size of a connection's buffers, or 0 to leave it to the kernel.
+
+    Args:
+      round_trip_s: as measured when it was opened; 0 where that is not known.
+    """
+    wanted = max(_CACHED_BYTES, int(2 * round_trip_s * _LINK_BYTES_S))
+    return wanted if round_trip_s and wanted <= _FAR_BYTES else 0
+
+
+def _round_trip_s(connection: socket.socket) -> float:
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        return struct.unpack_from("<I", info, _RTT_AT)[0] / 1e6
+    except (OSError, AttributeError, struct.error):
+        return 0.0
 
 
 class Line:
@@ -58,16 +81,22 @@ class Line:
         self.socket = connection
         self.set_deadline(timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        size = buffer_bytes(_round_trip_s(connection))
+        if size:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def set_deadline(self, timeout_s: float) -> None:
         """Gives up so many seconds from now."""
-        self._end_s = time.monotonic() + timeout_s
+        self._end_s, self._armed_s = time.monotonic() + timeout_s, 0.0
 
     def _arm(self) -> float:
         left = self._end_s - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline of the transfer has passed")
-        self.socket.settimeout(left)
+        if not left <= self._armed_s <= left + _ARM_S:
+            self.socket.settimeout(left)
+            self._armed_s = left
         return left
 
     def send(self, *buffers: Any) -> None:

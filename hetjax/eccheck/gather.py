@@ -9,11 +9,12 @@ that came too close) cannot slip through.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from hetjax.eccheck.bulk import Land
 from hetjax.eccheck.layout import Layout, place
 from hetjax.eccheck.sources import Source
 from hetjax.eccheck.wire import Run, split_runs
@@ -123,14 +124,24 @@ class GroupReader:
             self._check_sums(pending)
             stripes = sorted({stripe for _, stripe in pending})
             self._spared = self._spare(pending)
-            with ThreadPoolExecutor(max(1, self.layout.n)) as threads:
-                for future in [
-                    threads.submit(self._rebuild, stripe, pending, deliver) for stripe in stripes
-                ]:
+            # A rebuilt stripe brings those of its wanted chunks that it is rebuilt from: the rest of
+            # it is read afterwards.
+            lost = {stripe: gone for stripe in stripes if (gone := self._lost(stripe, pending))}
+            positions = sorted({p for p, _ in pending} - set(self.dead))
+            with ThreadPoolExecutor(max(1, 2 * self.layout.n)) as threads:
+                work = [
+                    threads.submit(self._rebuild, stripe, gone, pending, deliver)
+                    for stripe, gone in lost.items()
+                ]
+                work += [
+                    threads.submit(self._read, p, pending, deliver, set(stripes) - set(lost))
+                    for p in positions
+                ]
+                for future in work:
                     future.result()
-                positions = sorted({p for p, _ in pending} - set(self.dead))
                 for future in [
-                    threads.submit(self._read, p, pending, deliver) for p in positions
+                    threads.submit(self._read, p, pending, deliver, set(lost))
+                    for p in positions if lost and p not in self.dead
                 ]:
                     future.result()
             pending = {key: mask for key, mask in pending.items() if mask.any()}
@@ -196,26 +207,40 @@ class GroupReader:
         bad = find_bad_blocks(data, sums, size)
         with self._lock:
             self.read_bytes += len(data)
-            self.bad.update((position, stripe, block + i) for i in bad)
+            if bad:  # a new set: other threads go through the old one
+                self.bad = self.bad | {(position, stripe, block + i) for i in bad}
         return not bad
 
+    def _landing(self, position: int, mask: np.ndarray | None) -> Land:
+        """Returns where blocks of a position are wanted, if all of a piece still are."""
+        size = self.layout.block_bytes
+
+        def land(stripe: int, block: int, num_bytes: int) -> np.ndarray | None:
+            if mask is None or not mask[block : block + num_bytes // size].all():
+                return None  # what was right before must not be overwritten with what is unchecked
+            return self._destination(position, stripe, block, num_bytes)
+
+        return land
+
     def _read(
-        self, position: int, pending: Mapping[tuple[int, int], np.ndarray], deliver: Deliver
+        self, position: int, pending: Mapping[tuple[int, int], np.ndarray], deliver: Deliver,
+        stripes: Collection[int],
     ) -> None:
+        """Reads the pending healthy blocks of a position in some stripes."""
         runs: list[Run] = []
         for (p, stripe), mask in sorted(pending.items()):
-            if p == position:
+            if p == position and stripe in stripes:
                 healthy = mask.copy()
                 for b in [b for q, s, b in self.bad if (q, s) == (p, stripe)]:
                     healthy[b] = False
                 runs += mask_runs(healthy, stripe)
 
-        def land(stripe: int, block: int, num_bytes: int) -> np.ndarray | None:
-            return self._destination(position, stripe, block, num_bytes)
-
+        if not runs:
+            return
         try:
             for stripe, block, data, landed in self.sources[position].read(
-                runs, self.layout.block_bytes, land
+                runs, self.layout.block_bytes,
+                lambda s, b, n: self._destination(position, s, b, n),
             ):
                 if not landed:
                     deliver(position, stripe, block, data)
@@ -231,10 +256,10 @@ class GroupReader:
         except CheckpointError as error:
             self._kill(position, error)
 
-    def _rebuild(
-        self, stripe: int, pending: Mapping[tuple[int, int], np.ndarray], deliver: Deliver
-    ) -> None:
-        """Rebuilds pending blocks of a stripe whose holder is dead or spared, or whose bytes are bad."""
+    def _lost(
+        self, stripe: int, pending: Mapping[tuple[int, int], np.ndarray]
+    ) -> dict[int, np.ndarray]:
+        """Returns pending blocks of a stripe whose holder is dead or spared, or whose bytes are bad."""
         lost: dict[int, np.ndarray] = {}
         for (position, j), mask in pending.items():
             if j != stripe:
@@ -247,8 +272,13 @@ class GroupReader:
                         gone[b] = True
             if gone.any():
                 lost[position] = gone
-        if not lost:
-            return
+        return lost
+
+    def _rebuild(
+        self, stripe: int, lost: Mapping[int, np.ndarray],
+        pending: Mapping[tuple[int, int], np.ndarray], deliver: Deliver,
+    ) -> None:
+        """Rebuilds lost blocks of a stripe, and delivers what is wanted of those it reads for that."""
         union = np.zeros(max(len(m) for m in lost.values()), bool)
         for mask in lost.values():
             union[: len(mask)] |= mask
@@ -319,16 +349,18 @@ class GroupReader:
             stored = self.placed.used_blocks[position][stripe]
             cut = [(s, b, min(n, stored - b)) for s, b, n in runs if b < stored]
             if cut:
-                streams[position] = self.sources[position].read(cut, size)
+                streams[position] = self.sources[position].read(
+                    cut, size, self._landing(position, pending.get((position, stripe))))
         for _, block, count in split_runs(runs, size):
             present: dict[int, np.ndarray] = {}
+            landed: dict[int, bool] = {}
             in_place: list[bool] = []
             for position, stream in streams.items():
                 expected = min(count, self.placed.used_blocks[position][stripe] - block)
                 if expected <= 0:
                     continue
                 try:
-                    s, b, piece, _ = next(stream)
+                    s, b, piece, landed[position] = next(stream)
                 except (CheckpointError, StopIteration) as error:
                     self._kill(position, error)
                     return
@@ -362,7 +394,8 @@ class GroupReader:
                 mask = pending.get((position, stripe))
                 n = len(piece) // size
                 if verified[position] and mask is not None and mask[block : block + n].all():
-                    deliver(position, stripe, block, piece)
+                    if not landed[position]:
+                        deliver(position, stripe, block, piece)
                     mask[block : block + n] = False
             if not all(verified.values()):
                 return

@@ -78,7 +78,11 @@ class MappedSource:
     ) -> Iterator[tuple[int, int, np.ndarray, bool]]:
         for stripe, block, count in split_runs(runs, block_bytes):
             start = self.chunk_offsets[stripe] + block * block_bytes
-            yield stripe, block, self.data[start : start + count * block_bytes], False
+            data = self.data[start : start + count * block_bytes]
+            out = land(stripe, block, len(data)) if land is not None else None
+            if out is not None:  # the copy is what is checked: whoever maps this may overwrite it
+                np.copyto(out, data)
+            yield stripe, block, data if out is None else out, out is not None
 
     def sums(self, first: int, last: int) -> np.ndarray:
         return self.sums_of(first, last)
