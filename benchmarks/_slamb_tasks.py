@@ -41,62 +41,83 @@ class Task:
 
 def warm_up_cosine(t, steps):
     """Learning rate as a fraction of its peak at 1-based step t: a tenth of warm-up, then cosine."""
-    warm = max(steps // 10, 1)
-    down = 0.5 * (1 + jnp.cos(jnp.pi * (t - 1 - warm) / max(steps - warm, 1)))
+    warm = jnp.maximum(steps // 10, 1)
+    down = 0.5 * (1 + jnp.cos(jnp.pi * (t - 1 - warm) / jnp.maximum(steps - warm, 1)))
     return jnp.where(t - 1 < warm, t / warm, jnp.clip(down, 0, 1))
 
 
-def trainer(arm: Arm, task: Task, steps: int, workers: int, schedule=warm_up_cosine):
-    """Returns a jitted `(learning_rate, seed) -> (averaged parameters, spread, losses[steps])`.
+def stepper(arm: Arm, task: Task, workers: int, schedule=warm_up_cosine):
+    """Returns `(start, advance)`, a training that can be cut into pieces between any two steps.
 
-    A step draws one global batch from the seed, the same for every arm and any number of workers, and
-    cuts it into equal slices.
+    `start(key)` gives what is carried: all workers' parameters and optimizer state, with a leading
+    worker axis where they differ. `advance(carry, steps_done, count, of, learning_rate, key)` takes
+    `count` steps (static) of a run of `of` and returns the carry and the `count` losses. A step draws
+    one global batch from the key and its number, the same for every arm and any number of workers,
+    and cuts it into equal slices.
     """
 
-    def run(data, params, learning_rate, key):
-        state = arm.init(params)
+    def start(key):
+        params = task.init(jax.random.fold_in(key, 0))
+        return _stack(params, workers), _stack(arm.init(params), workers)
 
-        def stack(tree):
-            return jax.tree.map(
-                lambda a: jnp.broadcast_to(a, (workers, *jnp.shape(a))) if is_local(a) else a, tree)
+    def body(data, of, learning_rate, key, carry, t):
+        params, state = carry
+        batch = task.draw(data, jax.random.fold_in(jax.random.fold_in(key, 1), t), task.batch)
+        batch = jax.tree.map(lambda a: a.reshape(workers, -1, *a.shape[1:]), batch)
+        rate = learning_rate * schedule(t, of)
 
+        loss, grads = jax.vmap(jax.value_and_grad(task.loss))(params, batch)
         axes = jax.tree.map(lambda a: 0 if is_local(a) else None, state)
+        branches = [
+            jax.vmap(functools.partial(arm.step, learning_rate=rate, phase=phase),
+                     in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+            for phase in range(len(arm.phases))]
+        if len(branches) == 1:
+            params, state = branches[0](params, state, grads)
+        else:
+            params, state = jax.lax.switch(arm.phase_of(t), branches, params, state, grads)
+        return (params, state), loss.mean()
 
-        def body(carry, t):
-            params, state = carry
-            batch = task.draw(data, jax.random.fold_in(jax.random.fold_in(key, 1), t), task.batch)
-            batch = jax.tree.map(lambda a: a.reshape(workers, -1, *a.shape[1:]), batch)
-            rate = learning_rate * schedule(t, steps)
+    @functools.partial(jax.jit, static_argnums=3, donate_argnums=1)
+    def run(data, carry, steps_done, count, of, learning_rate, key):
+        return jax.lax.scan(functools.partial(body, data, of, learning_rate, key), carry,
+                            steps_done + jnp.arange(1, count + 1))
 
-            loss, grads = jax.vmap(jax.value_and_grad(task.loss))(params, batch)
-            branches = [
-                jax.vmap(functools.partial(arm.step, learning_rate=rate, phase=phase),
-                         in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-                for phase in range(len(arm.phases))]
-            if len(branches) == 1:
-                params, state = branches[0](params, state, grads)
-            else:
-                params, state = jax.lax.switch(arm.phase_of(t), branches, params, state, grads)
-            return (params, state), loss.mean()
+    def advance(carry, steps_done, count, of, learning_rate, key):
+        return run(task.data, carry, steps_done, count, of, jnp.float32(learning_rate), key)
 
-        (params, _), losses = jax.lax.scan(
-            body, (stack(params), stack(state)), jnp.arange(1, steps + 1))
-        mean = jax.tree.map(lambda a: a.mean(0), params)
+    return start, advance
 
-        def total(tree):
-            return sum(jnp.sum(a * a) for a in jax.tree.leaves(tree))
 
-        away = total(jax.tree.map(lambda a, b: a - b, params, mean)) / workers
-        return mean, jnp.sqrt(away / total(mean)), losses
-
-    compiled = jax.jit(run)
+def trainer(arm: Arm, task: Task, steps: int, workers: int, schedule=warm_up_cosine):
+    """Returns `(learning_rate, seed) -> (averaged parameters, spread, losses[steps])`."""
+    start, advance = stepper(arm, task, workers, schedule)
 
     def train(learning_rate, seed):
         key = jax.random.key(seed)
-        params = task.init(jax.random.fold_in(key, 0))  # outside, where it compiles once for all arms
-        return compiled(task.data, params, jnp.float32(learning_rate), key)
+        (params, _), losses = advance(start(key), 0, steps, steps, learning_rate, key)
+        return *averaged(params), losses
 
     return train
+
+
+@jax.jit
+def averaged(params):
+    """The mean of the workers' parameters, and their distance from it relative to its norm."""
+    mean = jax.tree.map(lambda a: a.mean(0), params)
+
+    def total(tree):
+        return sum(jnp.sum(a * a) for a in jax.tree.leaves(tree))
+
+    workers = jax.tree.leaves(params)[0].shape[0]
+    away = total(jax.tree.map(lambda a, b: a - b, params, mean)) / workers
+    return mean, jnp.sqrt(away / total(mean))
+
+
+def _stack(tree, workers: int):
+    return jax.tree.map(
+        # A copy: the carry is donated.
+        lambda a: jnp.array(jnp.broadcast_to(a, (workers, *jnp.shape(a))) if is_local(a) else a), tree)
 
 
 def is_local(a) -> bool:

@@ -32,8 +32,9 @@ class ScaleBySlambState(NamedTuple):
         on all workers at the coordinates of it that were sent (`nu_ratio`).
       skipped: int32 `[]`, steps skipped because a gradient was not finite on some worker.
       sync_due: bool `[]`, whether parameters are to be averaged after the latest step.
-      held: None, or with ``compensation="held"`` the mean first moment each coordinate had when it was
-        last sent; float32, shaped like the parameters, equal on all workers.
+      held: None, or what each coordinate's mean over workers was when it was last sent; float32, shaped
+        like the parameters, equal on all workers: with ``compensation="held"`` of the first moment,
+        with ``exchange="direction"`` and a `comm_dtype` below 32 bits of the direction.
     """
 
     count: jax.Array
@@ -83,6 +84,9 @@ def scale_by_slamb(
     _check_static(
         ratios, periods, compensation, exchange, comm_dtype, min_size=min_size, seed=seed,
         finite_vote=finite_vote, nu_ratio=nu_ratio, bound_direction=bound_direction)
+    # Only what is news to the others is rounded: see `exchange`.
+    sends_news = (exchange == "direction" and axis_name is not None and comm_dtype is not None
+                  and jnp.dtype(comm_dtype).itemsize < 4)
     all_chunks = [int(1.0 / ratio + 1e-9) for _, ratio in ratios]  # as published: 0.3 gives 3
 
     def init_fn(params: optax.Params) -> Any:
@@ -94,7 +98,7 @@ def scale_by_slamb(
         return ScaleBySlambState(
             count=jnp.zeros([], jnp.int32), mu=zeros(), nu=zeros(),
             skipped=jnp.zeros([], jnp.int32), sync_due=jnp.zeros([], bool),
-            held=zeros() if is_held else None)
+            held=zeros() if is_held or sends_news else None)
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         del extra_args
@@ -153,6 +157,11 @@ def scale_by_slamb(
                 units = [root(second(plan.take(v), plan.take(g))) * debias(b1, g)
                          for plan, v, g in zip(plans, old_nu, grads)]
                 sent = [m / unit for m, unit in zip(sent, units)]
+            known = []
+            if units and sends_news:
+                # What becomes of the mean last sent where no gradient comes, C steps later.
+                known = [plan.take(h) * b1 ** plan.chunks[-1] for plan, h in zip(plans, old_held)]
+                sent = [x - expected for x, expected in zip(sent, known)]
             sent_nu = [second(plan.take(v), plan.take(g))
                        for plan, v, g in zip(nu_plans, old_nu, grads)]
             means, any_bad = _mean_over_workers(
@@ -162,8 +171,11 @@ def scale_by_slamb(
                 # The means are the same bits on all workers, so an overflow in comm_dtype is seen
                 # by all alike, like the vote itself.
                 ok = ~any_bad & _all_finite(means)
+            agreed = means[: len(plans)]
+            if known:
+                agreed = [mean + expected for mean, expected in zip(agreed, known)]
             if units:
-                means[: len(plans)] = [mean * unit for mean, unit in zip(means, units)]
+                means[: len(plans)] = [mean * unit for mean, unit in zip(agreed, units)]
 
             def kept(new, old):
                 return new if ok is None else jnp.where(ok, new, old)
@@ -173,11 +185,13 @@ def scale_by_slamb(
                 m, v, held = first(old_mu[i], g), second(old_nu[i], g), old_held[i]
                 if nu_plans:
                     v = nu_plans[i].receive(v, means[len(plans) + i])
-                if held is None:
-                    m = direction = kept(plan.receive(m, means[i]), old_mu[i])  # (4)
-                else:
+                if is_held:
                     m = kept(m, old_mu[i])
                     held = direction = kept(plan.receive(held, means[i]), held)  # (4')
+                else:
+                    m = direction = kept(plan.receive(m, means[i]), old_mu[i])  # (4)
+                    if known:
+                        held = kept(plan.receive(held, agreed[i]), held)
                 v = kept(v, old_nu[i])
                 unit = (direction / debias(b1, v)) / root(v)  # (5)
                 if bound_direction:
@@ -313,7 +327,9 @@ def slamb(
       exchange: ``"momentum"``, as published, or ``"direction"``: workers exchange
         :math:`d = \hat m / (\sqrt{\hat v} + \epsilon)` instead, and each takes :math:`\overline{d_S}`
         times its own :math:`\sqrt{\hat v} + \epsilon` for :math:`\hat m_S`. Directions have no unit and
-        are seldom above 1, so eight bits hold them. With ``"local"`` only. Static.
+        are seldom above 1, so eight bits hold them. With fewer than 32 bits what travels is
+        :math:`d_S - b_1^C h_S`, h the mean last sent (one more tree of state): d itself, rounded each
+        time, would have fixed points that no gradient holds up. With ``"local"`` only. Static.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`.
