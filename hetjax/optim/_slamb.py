@@ -1,22 +1,28 @@
 """SLAMB: layer-wise adaptive steps with a tenth of the gradient exchange, as an optax transformation.
 
-The file stands alone (jax and optax only) and follows optax's conventions, `ValueError` included.
-Equation numbers (1) to (9) are those of `docs/slamb.md`.
+With the two files it imports it stands alone (jax and optax only) and follows optax's conventions,
+`ValueError` included. Equation numbers (1) to (9) are those of `docs/slamb.md`.
 """
 
 import functools
-import itertools
 import math
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-AxisName = Hashable | tuple[Hashable, ...]
+from hetjax.optim._slamb_arguments import check_floating, check_static, read_stages
+from hetjax.optim.mapped_axes import (
+    AxisName,
+    as_varying,
+    check_bound,
+    check_varying,
+    placed_like,
+)
+
 # A number, or stages ((first_step, value), ...): the value holds from that many completed steps on.
 Staged = float | Sequence[tuple[int, float]]
 
@@ -78,10 +84,10 @@ def scale_by_slamb(
       The corresponding :class:`optax.GradientTransformationExtraArgs`; its updates point uphill,
       as those of every ``scale_by_*``.
     """
-    ratios = _stages("compress_ratio", compress_ratio)
-    periods = _stages("sync_every", sync_every)
+    ratios = read_stages("compress_ratio", compress_ratio)
+    periods = read_stages("sync_every", sync_every)
     is_held = compensation == "held"
-    _check_static(
+    check_static(
         ratios, periods, compensation, exchange, comm_dtype, min_size=min_size, seed=seed,
         finite_vote=finite_vote, nu_ratio=nu_ratio, bound_direction=bound_direction)
     # Only what is news to the others is rounded: see `exchange`.
@@ -90,7 +96,7 @@ def scale_by_slamb(
     all_chunks = [int(1.0 / ratio + 1e-9) for _, ratio in ratios]  # as published: 0.3 gives 3
 
     def init_fn(params: optax.Params) -> Any:
-        _check_floating(params)
+        check_floating(params)
 
         def zeros():
             return jax.tree.map(lambda p: jnp.zeros_like(p, _accumulator(p)), params)
@@ -106,8 +112,8 @@ def scale_by_slamb(
             raise ValueError(
                 "slamb needs the parameters: call update(grads, state, params), for trust ratios "
                 "and weight decay are functions of them.")
-        _check_bound(axis_name)
-        _check_varying(updates, axis_name)
+        check_bound(axis_name)
+        check_varying(updates, axis_name)
         step = jnp.asarray(optax.safe_increment(state.count))
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
         if not paths:  # optax.masked took every leaf away
@@ -205,7 +211,7 @@ def scale_by_slamb(
                 scaled = _rescale(
                     unit, weights[i], plan, None if is_held else b3, num_workers, min_ratio, max_ratio)
                 out.append((kept(scaled, jnp.zeros_like(scaled)).astype(paths[i][1].dtype), m, v, held))
-            by_kind = _as_varying([list(kind) for kind in zip(*out)], axis_name)
+            by_kind = as_varying([list(kind) for kind in zip(*out)], axis_name)
             return *by_kind, jnp.array(True) if ok is None else ok
 
         if len(ratios) == 1:
@@ -395,7 +401,7 @@ def average_params(params: optax.Params, axis_name: AxisName) -> optax.Params:
     means, _ = _mean_over_workers(
         [leaf.astype(_accumulator(leaf)).ravel() for leaf in leaves], None, axis_name, None)
     means = [x.reshape(leaf.shape).astype(leaf.dtype) for x, leaf in zip(means, leaves)]
-    return treedef.unflatten(_as_varying(means, axis_name))
+    return treedef.unflatten(as_varying(means, axis_name))
 
 
 def slamb_average(
@@ -422,7 +428,7 @@ def slamb_average(
             f"hetjax.slamb or scale_by_slamb (got {type(opt_state).__name__}).")
     if axis_name is None:
         return params
-    params = _as_varying(params, axis_name)
+    params = as_varying(params, axis_name)
     return jax.lax.cond(
         jnp.any(jnp.stack(due)), lambda p: average_params(p, axis_name), lambda p: p, params)
 
@@ -518,7 +524,7 @@ class _LeafPlan:
 
     def take(self, x: jax.Array) -> jax.Array:
         """`[rows]`: the elements of a leaf that are sent; 0 for those in the missing tail."""
-        x = _placed_like(x, None).reshape(-1)
+        x = placed_like(x, None).reshape(-1)
         if self.is_whole:
             return x
         # A masked sum over the C rows of the table reads the same and takes forty times as long.
@@ -529,9 +535,9 @@ class _LeafPlan:
     def receive(self, x: jax.Array, sent: jax.Array) -> jax.Array:
         """The leaf with `sent` `[rows]` in the places it was taken from."""
         if self.is_whole:
-            return _placed_like(sent.reshape(self.shape), x)
+            return placed_like(sent.reshape(self.shape), x)
         spread = self._laid_out(jnp.broadcast_to(sent, (self.chunks[-1], self.rows)))
-        return jnp.where(_placed_like(self.age, x) == 0, _placed_like(spread, x), x)
+        return jnp.where(placed_like(self.age, x) == 0, placed_like(spread, x), x)
 
 
 def _rescale(unit, weight, plan, b3, num_workers, min_ratio, max_ratio):
@@ -540,7 +546,7 @@ def _rescale(unit, weight, plan, b3, num_workers, min_ratio, max_ratio):
         ratio = _trust_ratio(jnp.sum(weight**2), jnp.sum(unit**2))
         # Plain LAMB, without bounds, on what has one dimension.
         return (ratio if unit.ndim <= 1 else jnp.clip(ratio, min_ratio, max_ratio)) * unit
-    age = _placed_like(plan.age, unit)
+    age = placed_like(plan.age, unit)
     sent_sq = [jnp.sum(plan.take(x) ** 2) for x in (weight, unit)]
     # The rest of the whole; what is less than its rounding is zero.
     whole_sq = [jnp.sum(x**2) for x in (weight, unit)]
@@ -588,77 +594,12 @@ def _mean_over_workers(parts, bad, axis_name, comm_dtype):
     return means, None if bad is None else ~(total[start] == 0)  # a sum that overflowed is no zero
 
 
-def _varying(x) -> frozenset:
-    """The manual axes over which shard_map knows a value to vary."""
-    kind = jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)  # jax 0.10; `vma` before
-    return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
-
-
-def _tracked_axes(axis_name: AxisName | None) -> frozenset:
-    """The axes of `axis_name` whose variation JAX tracks here: shard_map with check_vma, not vmap."""
-    if axis_name is None:
-        return frozenset()
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    return frozenset(name for name in names if name in _varying(jax.lax.axis_index(name)))
-
-
-def _check_bound(axis_name: AxisName | None) -> None:
-    if axis_name is None:
-        return
-    try:
-        jax.lax.axis_size(axis_name)
-    except NameError as e:
-        raise ValueError(
-            f"slamb: no axis {axis_name!r} is bound here, so there are no workers to exchange with. Call "
-            "update inside jax.shard_map or jax.vmap over that axis (hetjax.data_parallel_step does), "
-            "or give axis_name=None on one worker.") from e
-
-
-def _check_varying(grads, axis_name: AxisName | None) -> None:
-    tracked = _tracked_axes(axis_name)
-    summed = [
-        f"  {jax.tree_util.keystr(path)} {g.dtype}{list(g.shape)}"
-        for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]
-        if jax.lax.axis_size(axis_name) > 1 and not tracked <= _varying(g)] if tracked else []
-    if summed:
-        raise ValueError(
-            f"slamb: these gradients are the same on all workers of axis {axis_name!r}, so they were "
-            "already summed, densely: under shard_map the gradient of a replicated parameter is. "
-            "Nothing would be saved and means would be wrong.\n" + "\n".join(summed) + "\n"
-            "Differentiate parameters that vary by worker: pass them with a leading worker axis (see "
-            f"hetjax.data_parallel_step), or jax.lax.pcast(params, {axis_name!r}, to='varying').")
-
-
-def _as_varying(tree, axis_name: AxisName | None):
-    """The tree, typed as varying over the axis, so that all branches and steps have one type."""
-    tracked = _tracked_axes(axis_name)
-
-    def cast(x):
-        missing = tuple(tracked - _varying(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
-
-
-def _placed_like(tree, leaf: jax.Array | None):
-    """The tree resharded as `leaf` (None: whole on each device), under a mesh of explicit axes."""
-    def place(x):
-        have = jax.typeof(x).sharding
-        if not any(axis is not None for axis in have.spec) and leaf is None:
-            return x
-        want = jax.sharding.PartitionSpec() if leaf is None else jax.typeof(leaf).sharding
-        return x if leaf is not None and want == have else jax.sharding.reshard(x, want)
-
-    return jax.tree.map(place, tree)
-
-
 def _all_finite(arrays: list[jax.Array]) -> jax.Array:
     # A maximum passes NaN on.
     return jnp.all(jnp.stack([jnp.max(jnp.abs(x), initial=0) < jnp.inf for x in arrays]))
 
 
-# ---- arguments ---------------------------------------------------------------------------------
+# ---- leaves ------------------------------------------------------------------------------------
 
 
 def _accumulator(x: jax.Array):
@@ -692,84 +633,3 @@ def _is_due(step: jax.Array, periods) -> jax.Array:
         now = jnp.array(every == 1) if every < 2 else step % every == 1
         due = jnp.where(step > first, now, due)
     return due
-
-
-def _stages(name: str, value) -> tuple[tuple[int, Any], ...]:
-    """A number or stages as ((0, value), (first_step, value), ...)."""
-    if isinstance(value, jax.Array):
-        raise ValueError(
-            f"slamb: {name} sets shapes or program structure and must be a Python number or stages, "
-            f"got an array. Under optax.inject_hyperparams name in static_args: compress_ratio, "
-            "sync_every, min_size, seed, finite_vote, nu_ratio, bound_direction.")
-    def plain(x):
-        return x.item() if isinstance(x, np.generic) else x
-
-    value = plain(value)
-    try:
-        stages = ((0, value),) if isinstance(value, (int, float)) else tuple(
-            (plain(first), plain(held)) for first, held in value)
-    except (TypeError, ValueError):
-        stages = ((None, None),)
-    if not all(isinstance(first, int) and isinstance(x, (int, float)) for first, x in stages):
-        raise ValueError(
-            f"slamb: {name} must be a number or stages ((0, value), (first_step, value), …) with whole "
-            f"steps; got {value!r}.")
-    firsts: list[Any] = [first for first, _ in stages]
-    if not stages or firsts[0] != 0 or any(a >= b for a, b in itertools.pairwise(firsts)):
-        raise ValueError(
-            f"slamb: the stages of {name} must start at step 0 and ascend, as in "
-            f"((0, {stages[0][1] if stages else 0.5}), (200, …)); got {value!r}.")
-    return stages
-
-
-def _check_static(ratios, periods, compensation, exchange, comm_dtype, **others) -> None:
-    problems = [
-        f"compress_ratio must lie in (0, 1], got {ratio!r}"
-        for _, ratio in ratios if not 0 < ratio <= 1]
-    problems += [
-        f"sync_every must be a whole number of steps, 0 for never, got {every!r}"
-        for _, every in periods if not isinstance(every, int) or every < 0]
-    problems += [
-        f"{name} must be a Python value (name it in static_args of optax.inject_hyperparams), "
-        f"got {value!r}"
-        for name, value in others.items() if isinstance(value, jax.Array)]
-    nu_ratio = others["nu_ratio"]
-    if not isinstance(nu_ratio, jax.Array) and not 0 <= nu_ratio <= 1:
-        problems.append(f"nu_ratio must lie in [0, 1], got {nu_ratio!r}")
-    if compensation not in ("held", "local"):
-        problems.append(f"compensation must be 'held' or 'local', got {compensation!r}")
-    if exchange not in ("direction", "momentum"):
-        problems.append(f"exchange must be 'direction' or 'momentum', got {exchange!r}")
-    elif exchange == "direction" and (compensation == "held" or nu_ratio):
-        problems.append("exchange='direction' goes with compensation='local' and nu_ratio=0 only")
-    elif comm_dtype is not None and not _is_signed_float(comm_dtype):
-        problems.append(
-            "comm_dtype must be a floating dtype with a sign, at least eight bits and room for zero, as "
-            f"jnp.bfloat16; got {comm_dtype!r}")
-    elif exchange == "momentum" and comm_dtype is not None and jnp.dtype(comm_dtype).itemsize < 2:
-        problems.append(
-            f"comm_dtype={jnp.dtype(comm_dtype).name} has no room for moments, which may be of any "
-            "size; give exchange='direction' with it")
-    if problems:
-        raise ValueError("slamb: " + "; ".join(problems) + ".")
-
-
-def _is_signed_float(dtype) -> bool:
-    """Integers would round moments to nothing; e8m0 has neither sign nor zero."""
-    try:
-        dtype = jnp.dtype(dtype)
-        return bool(jnp.issubdtype(dtype, jnp.floating)) and (
-            dtype.name.startswith(("float8_e4m3", "float8_e5m2")) or dtype.itemsize > 1)
-    except TypeError:
-        return False
-
-
-def _check_floating(params) -> None:
-    wrong = [
-        f"  {jax.tree_util.keystr(path)} {p.dtype}{list(p.shape)}"
-        for path, p in jax.tree_util.tree_flatten_with_path(params)[0]
-        if not jnp.issubdtype(p.dtype, jnp.floating)]
-    if wrong:
-        raise ValueError(
-            "slamb: parameters must be floating:\n" + "\n".join(wrong) + "\n"
-            "Leave the others out with optax.masked or optax.partition.")

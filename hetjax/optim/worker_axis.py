@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hetjax.ir.errors import HetjaxError
-from hetjax.optim._slamb import _varying, average_params, slamb_states
+from hetjax.optim._slamb import average_params, slamb_states
+from hetjax.optim.mapped_axes import varying
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -258,7 +259,7 @@ def _check_shared(state, has_axis, axis):
     wrong = [
         f"  state{jax.tree_util.keystr(path)} {a.dtype}{list(a.shape)}"
         for (path, a), own in zip(jax.tree_util.tree_flatten_with_path(state)[0], has_axis)
-        if not own and axis in _varying(a)]
+        if not own and axis in varying(a)]
     if wrong:
         raise HetjaxError(
             "data_parallel_step: only floating leaves of the state have a worker axis, but these came "
