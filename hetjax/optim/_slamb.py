@@ -14,13 +14,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hetjax.optim._slamb_arguments import check_floating, check_static, read_stages
+from hetjax.optim._slamb_arguments import (
+    check_axis_name,
+    check_floating,
+    check_learning_rate,
+    check_static,
+    read_stages,
+)
 from hetjax.optim.mapped_axes import (
     AxisName,
     as_varying,
     check_bound,
     check_varying,
     placed_like,
+    varying_like,
 )
 
 # A number, or stages ((first_step, value), ...): the value holds from that many completed steps on.
@@ -87,9 +94,13 @@ def scale_by_slamb(
     ratios = read_stages("compress_ratio", compress_ratio)
     periods = read_stages("sync_every", sync_every)
     is_held = compensation == "held"
+    check_axis_name(axis_name)
     check_static(
-        ratios, periods, compensation, exchange, comm_dtype, min_size=min_size, seed=seed,
-        finite_vote=finite_vote, nu_ratio=nu_ratio, bound_direction=bound_direction)
+        ratios, periods, compensation, exchange, comm_dtype,
+        dict(b1=b1, b2=b2, b3=b3, eps=eps, weight_decay=weight_decay, min_ratio=min_ratio,
+             max_ratio=max_ratio),
+        min_size=min_size, seed=seed, finite_vote=finite_vote, nu_ratio=nu_ratio,
+        bound_direction=bound_direction)
     # Only what is news to the others is rounded: see `exchange`.
     sends_news = (exchange == "direction" and axis_name is not None and comm_dtype is not None
                   and jnp.dtype(comm_dtype).itemsize < 4)
@@ -224,8 +235,11 @@ def scale_by_slamb(
                 jnp.sum(state.count >= later),
                 [functools.partial(apply_stage, stage) for stage in range(len(ratios))])
         tree = treedef.unflatten
+        count = jnp.where(ok, step, state.count)
+        if axis_name is None:  # workers that never exchange: each counts for itself, vote or none
+            count = varying_like(count, grads)
         return tree(new_updates), ScaleBySlambState(
-            count=jnp.where(ok, step, state.count), mu=tree(mu), nu=tree(nu),
+            count=count, mu=tree(mu), nu=tree(nu),
             skipped=jnp.where(ok, state.skipped, optax.safe_increment(state.skipped)),
             sync_due=ok & _is_due(step, periods),
             held=None if state.held is None else tree(held))
@@ -371,6 +385,7 @@ def slamb(
       You et al, `Large Batch Optimization for Deep Learning: Training BERT in 76 minutes
       <https://arxiv.org/abs/1904.00962>`_, 2020
     """
+    check_learning_rate(learning_rate)
     return optax.chain(
         scale_by_slamb(
             axis_name, compress_ratio=compress_ratio, b1=b1, b2=b2, b3=b3, eps=eps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -38,7 +39,48 @@ def read_stages(name: str, value) -> tuple[tuple[int, Any], ...]:
     return stages
 
 
-def check_static(ratios, periods, compensation, exchange, comm_dtype, **others) -> None:
+# name: (least, greatest, whether the greatest itself is allowed, in words)
+_RANGES = {
+    "b1": (0, 1, False, "lie in [0, 1)"), "b2": (0, 1, False, "lie in [0, 1)"),
+    "b3": (0, 1, True, "lie in [0, 1]"), "nu_ratio": (0, 1, True, "lie in [0, 1]"),
+    "eps": (0, math.inf, False, "be 0 or more"), "weight_decay": (0, math.inf, False, "be 0 or more"),
+    "min_ratio": (0, math.inf, False, "be 0 or more"),
+    "max_ratio": (0, math.inf, True, "be 0 or more")}
+
+
+def check_learning_rate(value) -> None:
+    """Refuses what is neither a number nor a schedule; optax would only when the first step runs."""
+    if callable(value) or isinstance(value, (jax.Array, np.ndarray)):
+        return
+    if not _is_number(value) or math.isnan(value):
+        raise ValueError(f"slamb: learning_rate must be a number or a schedule, got {value!r}.")
+
+
+def check_axis_name(value) -> None:
+    """Refuses what cannot name a mapped axis."""
+    names = value if isinstance(value, tuple) else (value,)
+    if not names or any(
+            isinstance(x, (list, set, dict, jax.Array, np.ndarray, jax.sharding.Mesh)) for x in names):
+        raise ValueError(
+            "slamb: axis_name must be the name of a mapped axis, a tuple of names, or None on one worker; "
+            f"got {value!r}.")
+
+
+def check_static(
+    ratios, periods, compensation, exchange, comm_dtype, numbers: dict[str, Any], **others
+) -> None:
+    """Refuses arguments out of range, all at once.
+
+    Args:
+      ratios: stages of `compress_ratio`.
+      periods: stages of `sync_every`.
+      compensation: as given to `slamb`; so are `exchange` and `comm_dtype`.
+      numbers: what may be traced, by name; arrays among them are not looked at.
+      others: what may not be an array, by name.
+
+    Raises:
+      ValueError: naming each that is wrong.
+    """
     problems = [
         f"compress_ratio must lie in (0, 1], got {ratio!r}"
         for _, ratio in ratios if not 0 < ratio <= 1]
@@ -50,8 +92,24 @@ def check_static(ratios, periods, compensation, exchange, comm_dtype, **others) 
         f"got {value!r}"
         for name, value in others.items() if isinstance(value, jax.Array)]
     nu_ratio = others["nu_ratio"]
-    if not isinstance(nu_ratio, jax.Array) and not 0 <= nu_ratio <= 1:
-        problems.append(f"nu_ratio must lie in [0, 1], got {nu_ratio!r}")
+    for name, value in {**numbers, "nu_ratio": nu_ratio}.items():
+        if isinstance(value, (jax.Array, np.ndarray)):
+            continue
+        low, high, closed, words = _RANGES[name]
+        if not _is_number(value) or not (low <= value < high or (closed and value == high)):
+            problems.append(f"{name} must {words}, got {value!r}")
+    bounds = numbers["min_ratio"], numbers["max_ratio"]
+    if all(map(_is_number, bounds)) and bounds[0] > bounds[1]:
+        problems.append(f"min_ratio={bounds[0]!r} must not be above max_ratio={bounds[1]!r}")
+    problems += [
+        f"{name} must be a whole number{' of 0 or more' if name == 'min_size' else ''}, got {value!r}"
+        for name, value in others.items() if name in ("min_size", "seed")
+        and not isinstance(value, jax.Array)
+        and (not isinstance(value, (int, np.integer)) or (name == "min_size" and value < 0))]
+    problems += [
+        f"{name} must be True or False, got {value!r}"
+        for name, value in others.items() if name in ("finite_vote", "bound_direction")
+        and not isinstance(value, (bool, np.bool_, jax.Array))]
     if compensation not in ("held", "local"):
         problems.append(f"compensation must be 'held' or 'local', got {compensation!r}")
     if exchange not in ("direction", "momentum"):
@@ -68,6 +126,12 @@ def check_static(ratios, periods, compensation, exchange, comm_dtype, **others) 
             "size; give exchange='direction' with it")
     if problems:
         raise ValueError("slamb: " + "; ".join(problems) + ".")
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) or (
+        # bfloat16 and its like are numbers to jax and not to numpy
+        isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating))
 
 
 def _is_signed_float(dtype) -> bool:

@@ -62,6 +62,12 @@ def as_varying(tree, axis_name: AxisName | None):
     return jax.tree.map(cast, tree)
 
 
+def varying_like(x: jax.Array, others: list[jax.Array]) -> jax.Array:
+    """The value, typed as varying over every axis over which one of the others is known to vary."""
+    missing = tuple(frozenset().union(*map(varying, others)) - varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def placed_like(tree, leaf: jax.Array | None):
     """The tree resharded as `leaf` (None: whole on each device), under a mesh of explicit axes."""
     def place(x):

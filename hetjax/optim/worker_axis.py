@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -260,6 +261,13 @@ def _check_shared(state, has_axis, axis):
         f"  state{jax.tree_util.keystr(path)} {a.dtype}{list(a.shape)}"
         for (path, a), own in zip(jax.tree_util.tree_flatten_with_path(state)[0], has_axis)
         if not own and axis in varying(a)]
+    if wrong and any(
+            isinstance(node, optax.ApplyIfFiniteState) for node in jax.tree.leaves(
+                state, is_leaf=lambda x: isinstance(x, optax.ApplyIfFiniteState))):
+        raise HetjaxError(
+            "data_parallel_step: the optimizer is wrapped in optax.apply_if_finite, by which a worker with "
+            "a bad gradient leaves the step alone and the others wait for it in the exchange. Leave the "
+            "wrapper out: hetjax.slamb votes (finite_vote=True), and all workers skip the step alike.")
     if wrong:
         raise HetjaxError(
             "data_parallel_step: only floating leaves of the state have a worker axis, but these came "

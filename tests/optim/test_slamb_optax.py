@@ -252,10 +252,24 @@ def test_decay_is_masked_by_tree_or_function_and_spares_vectors_by_default():
     (dict(comm_dtype=jnp.float8_e8m0fnu, exchange="direction"), "comm_dtype must be a floating"),
     (dict(comm_dtype="floaty"), "comm_dtype must be a floating dtype .* got 'floaty'"),
     (dict(compress_ratio=2.0, sync_every=-3), "2.0; sync_every"),
+    (dict(b1=1.0, b2=-0.1), r"b1 must lie in \[0, 1\), got 1.0; b2 .*, got -0.1"),
+    (dict(b3=float("nan")), "b3 must lie .* got nan"),
+    (dict(eps="small", weight_decay=-1), "eps must .* got 'small'; weight_decay must .* got -1"),
+    (dict(min_ratio=2.0, max_ratio=1.0), "min_ratio=2.0 must not be above max_ratio=1.0"),
+    (dict(min_size=-5, seed=1.5), "min_size must be .* got -5; seed must be a whole number, got 1.5"),
+    (dict(finite_vote="yes", bound_direction=2), "finite_vote must .* 'yes'; bound_direction must"),
+    (dict(axis_name=["data"]), r"axis_name must be the name .* got \['data'\]"),
+    (dict(axis_name=()), r"axis_name must be the name .* got \(\)"),
 ])
 def test_arguments_out_of_range_are_refused_together(kwargs, message):
     with pytest.raises(ValueError, match=message):
         slamb(0.1, **kwargs)
+
+
+@pytest.mark.parametrize("rate", [None, "0.1", float("nan")])
+def test_a_learning_rate_that_is_none_is_refused_before_the_first_step(rate):
+    with pytest.raises(ValueError, match="learning_rate must be a number or a schedule"):
+        slamb(rate)
 
 
 def test_parameters_are_needed_and_must_be_floating():
@@ -296,7 +310,9 @@ def test_the_byte_formula_refuses_ratios_out_of_range():
 
 
 def test_numbers_of_numpy_are_numbers():
-    slamb(0.1, compress_ratio=np.float32(0.1), sync_every=((0, 10), (5, np.int64(3))))
+    slamb(np.float32(0.1), compress_ratio=np.float32(0.1), sync_every=((0, 10), (5, np.int64(3))),
+          b1=jnp.bfloat16(0.9).item(), b2=np.float32(0.99), eps=0, max_ratio=float("inf"),
+          min_size=np.int32(7), weight_decay=jnp.array(0.1), finite_vote=np.bool_(True))
 
 
 @pytest.mark.parametrize("min_size", [0, 9000])

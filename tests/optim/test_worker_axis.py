@@ -179,15 +179,24 @@ def test_a_mesh_may_have_other_axes_of_either_kind(kind):
 # ---- checkpoints and other numbers of workers
 
 
-def test_a_checkpoint_in_mid_cycle_resumes_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("options", [
+    {}, pytest.param(dict(exchange="direction", comm_dtype=jnp.float8_e4m3fn, compress_ratio=1 / 3),
+                     marks=pytest.mark.nightly)])
+def test_a_checkpoint_in_mid_cycle_resumes_bit_for_bit(tmp_path, options):
     import orbax.checkpoint as ocp
 
     step, state = eight(), at_37()
+    if options:
+        state = new_state(optimizer(**options))
+        for t in range(1, 38):
+            state, _ = step(state, batch_of(t))
+        held = jax.tree.leaves(state.value.opt_state[0].held)
+        assert all(np.array_equal(h, np.broadcast_to(h[:1], h.shape)) for h in map(np.asarray, held))
     assert int(state.opt_state[0].count) == 37
     with ocp.StandardCheckpointer() as saver:
         saver.save(tmp_path / "at_37", state.value)
         saver.wait_until_finished()
-        template = step.spread(new_state())
+        template = step.spread(new_state(optimizer(**options)))
         restored = PerWorker(saver.restore(tmp_path / "at_37", template.value))
     assert leaves_equal(restored, state)
     for t in range(38, 58):
@@ -314,6 +323,20 @@ def test_integers_that_come_to_differ_by_worker_are_refused():
 
     with pytest.raises(HetjaxError, match=r"(?s)differ by worker.*state\.step"):
         data_parallel_step(step, mesh_of(8))(new_state(), batch_of(1))
+
+
+@pytest.mark.parametrize("vote", [True, False])
+def test_an_axis_that_slamb_was_not_given_is_asked_for(vote):
+    step = data_parallel_step(train_step, mesh_of(8))
+    with pytest.raises(HetjaxError, match=r"(?s)\.count int32.*give it axis_name='data'"):
+        step.lower(new_state(optimizer(None, finite_vote=vote)), batch_of(1))
+
+
+def test_a_wrapper_by_which_workers_decide_apart_is_refused():
+    """A worker that leaves the step alone does not join the exchange, and the others wait for it."""
+    tx = optax.apply_if_finite(optimizer(), 3)
+    with pytest.raises(HetjaxError, match=r"apply_if_finite.*Leave the wrapper out"):
+        data_parallel_step(train_step, mesh_of(8)).lower(new_state(tx), batch_of(1))
 
 
 def test_a_step_that_returns_something_else_is_refused():
