@@ -87,7 +87,8 @@ class Plan(Shown):
         schedule.
       per_microbatch: True when the step's meaning is per microbatch by the user's choice.
       stages: in pipeline order.
-      state_specs: (path, spec) of the state leaves that are not replicated, sorted by path.
+      state_specs: (path, spec) of the state leaves whose split is decided, sorted by path; what is updated
+        with them follows, the rest is replicated.
       layer_edges: per loop over layers, in program order: 0, the first layer of each later part of it, and
         the number of layers; () where no loop is split.
       recompute: what backwards compute again instead of keeping it: one of `RECOMPUTE`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 
@@ -11,14 +12,10 @@ from hetjax.ir.bundle import Bundle
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Ref
-from hetjax.ir.program import Fragment, Program, Spec, StageMesh
-from hetjax.passes.cost.collectives import collective_price, levels
-from hetjax.passes.cost.memory import parts_of, port_bytes, split_axes
-from hetjax.passes.cost.program_price import axis_group
+from hetjax.ir.program import Fragment, Program, Spec
+from hetjax.passes.cost.collectives import levels
+from hetjax.passes.cost.program_price import axis_group, exchange_s, fragment_exchanges
 from hetjax.passes.simulator_program import program_transfers
-
-# Ops that keep what is known of a parameter's sharding.
-_LAYOUT = ("transpose", "convert_element_type", "copy", "stop_gradient", "optimization_barrier")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Movement:
 
     Attributes:
       what: the value by the user's name.
-      kind: "transfer" (between stages), "carried state" (read away from its home) or "all-reduce".
+      kind: "transfer" (between stages), "carried state" (read away from its home) or a collective's, "all-reduce".
       where: "s0 > s1" or "s1, axis model".
       link: the link's name.
       nbytes: of the whole value, once.
@@ -71,7 +68,7 @@ def movements(bundle: Bundle) -> list[Movement]:
     found = [
         *_transfers(program, cluster, names),
         *_carried(bundle, program, cluster, names),
-        *(m for f in program.fragments for m in _reductions(program, f, cluster, names)),
+        *(m for f in program.fragments for m in _collectives(program, f, cluster, names)),
     ]
     return sorted(found, key=lambda m: (-m.step_bytes, m.where, m.what))
 
@@ -146,71 +143,19 @@ def _carried(
         )
 
 
-def _reductions(
+def _collectives(
     program: Program, f: Fragment, cluster: Cluster, names: Names
 ) -> Iterator[Movement]:
-    """All-reduces that XLA puts inside a fragment, read off the shardings at its border."""
+    """Collectives that XLA puts inside a fragment, read off the shardings at its border."""
     mesh = program.meshes[f.stage]
-    avals = program.micro_avals if f.per_microbatch else program.avals
     times = program.num_microbatches if f.per_microbatch else 1
-    axes = split_axes(f.ops, f.inputs)
-    specs: dict[Ref, Spec] = {p.ref: p.spec for p in f.inputs if any(p.spec)}
-    whole: set[Ref] = set()  # values whose sum over the batch a product's all-reduce has completed
-    for op in f.ops:
-        if op.primitive in _LAYOUT and op.refs:
-            order, operand = op.param("permutation"), op.refs[0]
-            if operand in specs:
-                spec = specs[operand]
-                specs[op.outputs[0]] = spec if order is None else tuple(spec[d] for d in order)
-            if operand in whole:
-                whole.add(op.outputs[0])
-        if op.primitive != "dot_general":
-            continue
-        contracting, _ = op.param("dimension_numbers")
-        split = frozenset().union(*(axes.get(r, frozenset()) for r in op.refs))
-        reduced = {
-            a
-            for operand, dims in zip(op.inputs, contracting)
-            if isinstance(operand, int) and operand in specs
-            for d in dims
-            for a in specs[operand][d]
-        }
-        nbytes = avals[op.outputs[0]].nbytes // parts_of(split - reduced, mesh)
-        if "data" in reduced:
-            whole.add(op.outputs[0])
-        for axis in sorted(reduced):
-            yield from _reduction(mesh, axis, nbytes, times, op.outputs[0], f, cluster, names)
-    for port in f.outputs:
-        if port.form == "sum" and "data" in axes.get(port.ref, ()) and port.ref not in whole:
-            nbytes = port_bytes(program, f, port, given=True)
-            yield from _reduction(mesh, "data", nbytes, times, port.ref, f, cluster, names)
-
-
-def _reduction(
-    mesh: StageMesh,
-    axis: str,
-    nbytes: int,
-    times: int,
-    ref: Ref,
-    f: Fragment,
-    cluster: Cluster,
-    names: Names,
-) -> Iterator[Movement]:
-    if mesh.axis_size(axis) < 2 or not nbytes:
-        return
-    group, groups = axis_group(mesh, axis)
-    steps = levels(cluster, group)
-    yield Movement(
-        names.of(ref),
-        "all-reduce",
-        f"{mesh.name}, axis {axis}",
-        steps[-1].link.name if steps else "",
-        nbytes,
-        times,
-        collective_price(cluster, "all-reduce", group, nbytes, beside=groups).seconds,
-        f.name,
-        *_made(names, ref),
-    )
+    for exchanges in fragment_exchanges(program, f).values():
+        for e in exchanges:
+            steps = levels(cluster, axis_group(mesh, e.axis)[0])
+            yield Movement(
+                names.of(e.ref), e.kind, f"{mesh.name}, axis {e.axis}", steps[-1].link.name if steps else "",
+                math.ceil(e.nbytes), times, exchange_s(e, mesh, cluster), f.name, *_made(names, e.ref),
+            )  # fmt: skip
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|kB|KB|KiB|MB|MiB|GB|GiB|TB|TiB)?\s*")

@@ -48,6 +48,8 @@ _AGREE = 1.1
 _ANEW = 3
 # By how much less memory counts where no plan fits by the table.
 _LOOSER = 0.6
+# How replicas may share out their state.
+_SHARDED = (SearchOptions(sharding="optimizer"), SearchOptions(sharding="all"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +213,7 @@ def search_step(
     problem = Problem(
         table, cluster, pools, max(1, batch_size_of(analysed)), mixed=False,
         max_devices=wishes.max_devices, counts=counts, stage_pools=pinned_pools(pins, pools),
-        options=(SearchOptions(recompute=True),) if options.recompute is None else (),
+        options=(*_SHARDED, SearchOptions(recompute=True)) if options.recompute is None else _SHARDED,
     )  # fmt: skip
     unfit: PlanError | None = None
     for attempt in range(_ANEW):
@@ -343,7 +345,7 @@ class _Finals:
         graph, micro = self.proofs.at(outline.num_microbatches)
         plan = plan_of_outline(
             self.problem, outline, self.table.cuts, graph, micro, tensor_specs=self.table.tensor_specs,
-            schedule=self.options.schedule,
+            homes=self.table.homes, schedule=self.options.schedule,
             seed=self.effort.seed, evaluations=evaluations,
         )  # fmt: skip
         plan = pin_specs(plan, self.wishes.pins, graph)

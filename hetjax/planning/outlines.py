@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from hetjax.ir.errors import PlanError
-from hetjax.ir.graph import Graph
+from hetjax.ir.graph import Argument, Graph
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.plan import Plan, StagePlan
 from hetjax.ir.program import Spec
@@ -51,18 +51,21 @@ def place_outline(problem: Problem, outline: Outline) -> list[tuple[int, ...]]:
 
 def plan_of_outline(
     problem: Problem, outline: Outline, layers: Sequence[Layer], graph: Graph, micro: Microbatching, *,
-    tensor_specs: Callable[[int], Mapping[str, tuple[int, Spec]]], schedule: str | None = None,
+    tensor_specs: Callable[[int], Mapping[str, tuple[int, Spec]]], homes: Mapping[str, int],
+    schedule: str | None = None,
     seed: int | None = None, evaluations: int | None = None,
 ) -> Plan:
     """Returns the plan that an outline stands for; its numbers are written when it is lowered.
 
     Args:
       problem: of the search.
-      outline: stages of one kind in one site each, with no option but recomputation: what the runtime can do.
+      outline: stages of one kind in one site each, with no options but recomputation and sharded state: what
+        the runtime can do.
       layers: of the table, one per layer of the problem.
       graph: the step, labelled and with costs.
       micro: proved for the outline's number of microbatches.
       tensor_specs: (layer, spec) by path of the leaves that a stage splits over so many devices.
+      homes: the layer of each leaf of the state, by path.
       schedule: asked for; None takes the judge's.
       seed, evaluations: of the search.
 
@@ -77,7 +80,8 @@ def plan_of_outline(
     cuts = [layer.op for layer in starts[1:]]
     stages = []
     for s, (group, devices) in enumerate(zip(outline.groups, place_outline(problem, outline))):
-        if len(group.parts) != 1 or dataclasses.replace(group.options, recompute=False) != PLAIN:
+        kept = dataclasses.replace(group.options, recompute=False, sharding="none")
+        if len(group.parts) != 1 or kept != PLAIN:
             raise PlanError(f"stage {s} of the outline has unlike replicas or options, which no plan has")
         part, pool = group.parts[0], problem.pools[group.parts[0].pool]
         axes = (("data", part.replicas), ("model", part.tensor))
@@ -93,6 +97,9 @@ def plan_of_outline(
         tensor = group.parts[0].tensor
         if tensor > 1:
             specs |= {p: spec for p, (layer, spec) in tensor_specs(tensor).items() if first <= layer < last}
+        if group.options.sharding != "none" and group.replicas > 1:
+            mine = [a for a in graph.inputs if first <= homes.get(a.path, -1) < last]
+            specs |= _over_replicas(graph, mine, group.replicas, specs, group.options.sharding)
     again = tuple(s for s, group in enumerate(outline.groups) if group.options.recompute)
     return Plan(
         name=graph.name, cluster=problem.cluster.name, cluster_hash=problem.cluster.hash,
@@ -102,3 +109,30 @@ def plan_of_outline(
         sources=(("device speed", "given"), ("op cost", "analytic")), state_specs=tuple(sorted(specs.items())),
         recompute="layer" if again else "", recompute_stages=() if len(again) == len(stages) else again,
     )  # fmt: skip
+
+
+def _over_replicas(
+    graph: Graph, leaves: Sequence[Argument], replicas: int, specs: Mapping[str, Spec], sharding: str
+) -> dict[str, Spec]:
+    """Returns specs by path that also split leaves over the replicas, each on its longest free dimension.
+
+    Args:
+      graph: the step.
+      leaves: of the state of one stage.
+      replicas: of the stage.
+      specs: of leaves that tensor parallelism splits.
+      sharding: "all", or "optimizer" for the optimizer's leaves alone; the parameters then have specs too,
+        so that they do not follow their moments.
+    """
+    out: dict[str, Spec] = {}
+    for leaf in leaves:
+        shape = graph.avals[leaf.ref].shape
+        spec = specs.get(leaf.path, ((),) * len(shape))
+        free = [d for d, n in enumerate(shape) if not spec[d] and n >= replicas and n % replicas == 0]
+        if not free:
+            continue
+        if sharding == "all" or "opt_state" in leaf.path:
+            longest = max(free, key=lambda d: shape[d])
+            spec = tuple(("data",) if d == longest else axes for d, axes in enumerate(spec))
+        out[leaf.path] = spec
+    return out

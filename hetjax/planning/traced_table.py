@@ -189,6 +189,13 @@ class TracedTable:
         degree = self._degree(tensor)
         return {} if degree is None else degree.specs
 
+    @functools.cached_property
+    def homes(self) -> Mapping[str, int]:
+        """Returns the layer of each leaf of the state, by path."""
+        graph = self._cut.step.graph
+        assert graph is not None
+        return {a.path: self._cut.homes[a.ref] for a in graph.inputs if a.role == "state" and a.ref in self._cut.homes}
+
     def _ranking(self, tensor: int) -> Callable[[Partition], float]:
         """Returns what ranks the ways to split a layer: by the kind with the fastest nodes of that size."""
         names = [n for n, host in self._hosts.items() if host.per_node >= tensor] or list(self._hosts)

@@ -3,7 +3,8 @@
   state          parameters, optimizer, whatever comes back updated
   gradients      accumulators of sums over microbatches
   activations    what a forward leaves for its backward, per microbatch in flight
-  temporaries    the most that is live at once inside a fragment, beyond what it takes and gives
+  temporaries    the most that is live at once inside a fragment, beyond what it takes and gives; state that is
+                 split over replicas is whole while it is used
   transfers      values received from other stages, and those hoisted out of the microbatches
 
 Values inside a fragment are taken to be split over the axes that split what they are made of; what
@@ -89,6 +90,30 @@ def parts_of(axes: frozenset[str], mesh: StageMesh) -> int:
     return math.prod(mesh.axis_size(a) for a in axes)
 
 
+def replica_split(program: Program, stage: int) -> frozenset[Ref]:
+    """Returns the state that a stage splits over the replicas of its "data" axis, to gather it for use.
+
+    A program does not tell state from batch. With several microbatches, only state comes in whole; with one,
+    it is what leaves split alike and in the same shape.
+    """
+    if program.meshes[stage].axis_size("data") < 2:
+        return frozenset()
+    returned = {
+        (r.port.spec, program.avals[r.port.ref]) for r in program.returns if r.port is not None and r.stage == stage
+    }
+    return frozenset(
+        feed.argument for feed in program.feeds
+        if feed.stage == stage and feed.form == "step" and any("data" in dim for dim in feed.spec)
+        and (program.num_microbatches > 1 or (feed.spec, program.avals[feed.argument]) in returned)
+    )
+
+
+def whole_bytes(program: Program, fragment: Fragment, port: Port, *, given: bool) -> int:
+    """Returns `port_bytes` of a value that the replicas of the "data" axis do not split."""
+    spec = tuple(tuple(a for a in dim if a != "data") for dim in port.spec)
+    return port_bytes(program, fragment, dataclasses.replace(port, spec=spec), given=given)
+
+
 def port_bytes(program: Program, fragment: Fragment, port: Port, *, given: bool) -> int:
     """Returns the bytes of one port's value on one device.
 
@@ -127,10 +152,17 @@ def fragment_memory(program: Program, fragment: Fragment) -> FragmentMemory:
     leaving = {p.ref for p in fragment.outputs if p.form != "sum"}
     kept = {p.ref for p in fragment.inputs} | leaving
     parts = {r: parts_of(a, mesh) for r, a in axes.items()}
-    temporary = live_peak(fragment.ops, avals, kept, leaving, parts)
+    split = replica_split(program, fragment.stage) if fragment.phase != "update" else frozenset()
+    gathered = {
+        p.ref: whole_bytes(program, fragment, p, given=False) for p in fragment.inputs if p.ref in split
+    }
+    temporary = live_peak(fragment.ops, avals, kept, leaving, parts, gathered)
     if mesh.axis_size("data") > 1:
-        sums = zip(given, fragment.outputs)
-        reduced = [n for n, p in sums if p.form == "sum" and "data" in axes.get(p.ref, ())]
+        reduced = [
+            whole_bytes(program, fragment, p, given=True)
+            for p in fragment.outputs
+            if p.form == "sum" and "data" in axes.get(p.ref, ())
+        ]
         bucket = min(sum(reduced), max([_BUCKET_BYTES, *reduced]))
         # What goes into an all-reduce and what comes out of it are there at once.
         temporary = max(temporary, 2 * bucket)
@@ -143,6 +175,7 @@ def live_peak(
     kept: set[Ref],
     leaving: set[Ref],
     parts: Mapping[Ref, int],
+    gathered: Mapping[Ref, int] | None = None,
 ) -> int:
     """Returns the most bytes of written values that are live at once.
 
@@ -152,6 +185,7 @@ def live_peak(
       kept: refs that are not counted: arguments and results.
       leaving: refs that are read after these ops.
       parts: into how many parts a ref is split; 1 when absent.
+      gathered: bytes of the arguments that are gathered from other devices while they are read.
     """
     traffic = memory_traffic(ops, avals, leaving)
     last_use = {r: i for i, op in enumerate(ops) for r in op.refs}
@@ -163,7 +197,13 @@ def live_peak(
                 last_use[r] = max(last_use[r], until)
     ends: dict[int, list[int]] = {}
     live = peak = 0
+    waiting = dict(gathered or {})
     for i, op in enumerate(ops):
+        for r in op.refs:
+            if r in waiting:
+                nbytes = waiting.pop(r)
+                live += nbytes
+                ends.setdefault(last_use[r], []).append(nbytes)
         if traffic[i][1]:
             for r in op.outputs:
                 if r in kept or r not in last_use:

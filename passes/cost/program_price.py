@@ -3,7 +3,9 @@
 Collectives that XLA puts into a fragment are read off the shardings at its border:
 
   a product that contracts a split dimension of a parameter   all-reduce of its result
-  a sum over a batch that is split over devices               all-reduce of it, each microbatch
+  a sum over a batch that is split over devices               all-reduce of it, each microbatch, or
+                                                              reduce-scatter where it stays split
+  state that replicas split among them                        all-gather of it, in each call
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Aval, Op, Ref, subgraphs
 from hetjax.ir.program import Fragment, Program, Spec, StageMesh
 from hetjax.passes.cost.collectives import collective_price
-from hetjax.passes.cost.memory import parts_of, port_bytes, split_axes
+from hetjax.passes.cost.memory import parts_of, port_bytes, replica_split, split_axes, whole_bytes
 from hetjax.passes.cost.roofline import FREE, Efficiency, Price
 from hetjax.passes.cost.traffic import memory_traffic
 from hetjax.passes.cost.work import Kernel, Work, gathered, kernel_price
@@ -36,7 +38,7 @@ class FragmentPrice:
 
     Attributes:
       compute: the ops, by the analytic model.
-      collective_s: all-reduces inside it, by the analytic model.
+      collective_s: collectives inside it, by the analytic model.
       judged_s: what measurements say instead; None where there are none.
       uncertainty: standard deviation of log(seconds), where a forest says it; else 0.
       sources: (source, seconds from it) pairs: "measured", "analytic", "analytic x forest", "call".
@@ -64,13 +66,30 @@ class OpWork:
     Attributes:
       op: the op.
       kernel: what it computes and moves; None where another op's kernel takes it in.
-      collective_s, collective_bytes: of the all-reduce after it.
+      collective_s, collective_bytes: of the collectives before and after it.
     """
 
     op: Op
     kernel: Kernel | None
     collective_s: float = 0.0
     collective_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective inside a fragment.
+
+    Attributes:
+      kind: one of `hetjax.passes.cost.collectives.COLLECTIVES`.
+      axis: of the stage's mesh.
+      nbytes: of the whole value on each device, as `collective_price` counts them.
+      ref: the value.
+    """
+
+    kind: str
+    axis: str
+    nbytes: float
+    ref: Ref
 
 
 def fragment_price(
@@ -149,35 +168,74 @@ def fragment_ops(program: Program, fragment: Fragment, cluster: Cluster) -> list
     avals = program.micro_avals if fragment.per_microbatch else program.avals
     axes = split_axes(fragment.ops, fragment.inputs)
     traffic = memory_traffic(fragment.ops, avals, [p.ref for p in fragment.outputs])
-    specs: dict[Ref, Spec] = {p.ref: p.spec for p in fragment.inputs if any(p.spec)}
-    # What is summed over a batch that is split is added up once it is made.
-    sums = {
-        p.ref: port_bytes(program, fragment, p, given=True)
-        for p in fragment.outputs
-        if p.form == "sum" and "data" in axes.get(p.ref, ())
-    }
+    exchanges = fragment_exchanges(program, fragment)
     out = []
-    for op, (read, written) in zip(fragment.ops, traffic):
+    for i, (op, (read, written)) in enumerate(zip(fragment.ops, traffic)):
         if op.cost is None:
             raise PlanError(f"fragment {fragment.name} has ops without costs; run annotate-costs")
-        split = frozenset().union(*(axes.get(r, frozenset()) for r in op.refs))
-        parts = parts_of(split, mesh)
+        parts = parts_of(frozenset().union(*(axes.get(r, frozenset()) for r in op.refs)), mesh)
         factors = product_factors(op, avals)
         kernel = None
         if factors is not None or read + written:
             dtype, precise = factors or ("", False)
-            flops = op.cost.flops / parts
-            kernel = Kernel(flops, (read + written) / parts, dtype, precise)
-        reductions = list(_product_reductions(op, avals, specs, split, mesh))
-        reductions += [("data", float(sums[r])) for r in op.outputs if r in sums]
-        out.append(
-            OpWork(
-                op,
-                kernel,
-                sum(_axis_reduction_s(axis, nbytes, mesh, cluster) for axis, nbytes in reductions),
-                sum(nbytes for axis, nbytes in reductions if mesh.axis_size(axis) > 1),
-            )
-        )
+            kernel = Kernel(op.cost.flops / parts, (read + written) / parts, dtype, precise)
+        mine = exchanges.get(i, ())
+        seconds = sum(exchange_s(e, mesh, cluster) for e in mine)
+        out.append(OpWork(op, kernel, seconds, sum(e.nbytes for e in mine)))
+    return out
+
+
+def fragment_exchanges(program: Program, fragment: Fragment) -> dict[int, list[Exchange]]:
+    """Returns the collectives of one call of a fragment, by the position of the op they belong to."""
+    mesh = program.meshes[fragment.stage]
+    avals = program.micro_avals if fragment.per_microbatch else program.avals
+    axes = split_axes(fragment.ops, fragment.inputs)
+    specs: dict[Ref, Spec] = {p.ref: p.spec for p in fragment.inputs if any(p.spec)}
+    gathers, results = _gathered(program, fragment), _completed(program, fragment, axes)
+    out: dict[int, list[Exchange]] = {}
+    for i, op in enumerate(fragment.ops):
+        split = frozenset().union(*(axes.get(r, frozenset()) for r in op.refs))
+        found = [gathers.pop(r) for r in op.refs if r in gathers]
+        found += _product_reductions(op, avals, specs, split, mesh)
+        found += [results[r] for r in op.outputs if r in results]
+        found = [e for e in found if e.nbytes and mesh.axis_size(e.axis) > 1]
+        if found:
+            out[i] = found
+    return out
+
+
+def _gathered(program: Program, fragment: Fragment) -> dict[Ref, Exchange]:
+    """Returns the exchanges before an op first reads state that the replicas have split among them."""
+    if fragment.phase == "update":
+        return {}  # each updates its own part
+    split = replica_split(program, fragment.stage)
+    return {
+        p.ref: Exchange("all-gather", "data", whole_bytes(program, fragment, p, given=False), p.ref)
+        for p in fragment.inputs if p.ref in split
+    }
+
+
+def _completed(
+    program: Program, fragment: Fragment, axes: Mapping[Ref, frozenset[str]]
+) -> dict[Ref, Exchange]:
+    """Returns the exchanges that complete results of which each replica has a part."""
+    out = {}
+    split = replica_split(program, fragment.stage) if fragment.phase == "update" else frozenset()
+    # With one microbatch a gradient is no sum of several; an update reads it.
+    updates = (f for f in program.fragments if f.phase == "update" and f.stage == fragment.stage)
+    updated = {p.ref for f in updates for p in f.inputs}
+    for p in fragment.outputs:
+        if "data" not in axes.get(p.ref, ()):
+            continue
+        batched = any("data" in dim for dim in p.spec)
+        if p.form == "sum" or (fragment.phase in ("backward", "weight") and (not batched or p.ref in updated)):
+            # What is summed over a batch that is split is added up once it is made.
+            kind = "reduce-scatter" if batched else "all-reduce"
+            nbytes = whole_bytes(program, fragment, p, given=True)
+            out[p.ref] = Exchange(kind, "data", nbytes, p.ref)
+        elif split and not batched:  # an update of parts
+            nbytes = port_bytes(program, fragment, p, given=True)
+            out[p.ref] = Exchange("all-gather", "data", nbytes, p.ref)
     return out
 
 
@@ -200,8 +258,8 @@ def _product_reductions(
     specs: dict[Ref, Spec],
     split: frozenset[str],
     mesh: StageMesh,
-) -> Iterator[tuple[str, float]]:
-    """Yields (axis, bytes) of the all-reduces after a product; keeps `specs` up to date."""
+) -> Iterator[Exchange]:
+    """Yields the all-reduces after a product; keeps `specs` up to date."""
     if op.primitive in _LAYOUT and op.refs and op.refs[0] in specs:
         spec = specs[op.refs[0]]
         order = op.param("permutation")
@@ -215,10 +273,11 @@ def _product_reductions(
         if isinstance(operand, int) and operand in specs
         for d in dims
         for axis in specs[operand][d]
+        if axis != "data"  # replicas gather a weight instead
     }
     nbytes = avals[op.outputs[0]].nbytes / parts_of(split - reduced, mesh)
     for axis in sorted(reduced):
-        yield axis, nbytes
+        yield Exchange("all-reduce", axis, nbytes, op.outputs[0])
 
 
 def num_arrays(program: Program, fragment: Fragment) -> int:
@@ -241,12 +300,11 @@ def axis_group(mesh: StageMesh, axis: str) -> tuple[tuple[int, ...], int]:
     return tuple(int(d) for d in rows[0]), len(rows)
 
 
-def _axis_reduction_s(axis: str, nbytes: float, mesh: StageMesh, cluster: Cluster) -> float:
-    if mesh.axis_size(axis) < 2 or not nbytes:
-        return 0.0
-    group, groups = axis_group(mesh, axis)
+def exchange_s(exchange: Exchange, mesh: StageMesh, cluster: Cluster) -> float:
+    """Returns the seconds of a collective along an axis of a stage's mesh."""
+    group, groups = axis_group(mesh, exchange.axis)
     node = cluster.devices[group[0]].node
     members = sum(cluster.devices[d].node == node for d in mesh.devices)
     inside = sum(cluster.devices[d].node == node for d in group)
     beside = max(1, min(groups, members // max(1, inside)))
-    return collective_price(cluster, "all-reduce", group, nbytes, beside=beside).seconds
+    return collective_price(cluster, exchange.kind, group, exchange.nbytes, beside=beside).seconds

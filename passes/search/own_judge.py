@@ -60,7 +60,7 @@ class OwnJudge:
         self.problem = problem
         self.sync_each = sync_each
         self.wires = Wires(problem)
-        self._tables = PartTables(self.wires)
+        self._tables = PartTables(self.wires, whole_sums=sync_each)
         self._steps = Steps()
         self._step_works: dict[tuple[int, Group, bool], tuple[Sequence[float], ...]] = {}
         self._rooms: dict[tuple[Group, int], tuple[Room, ...]] = {}

@@ -49,10 +49,13 @@ class PartTables:
 
     Args:
       wires: the problem's links.
+      whole_sums: whether replicas that shard the optimizer have whole sums of gradients, and gather
+        parameters after the update; else the exchange of gradients has that in it.
     """
 
-    def __init__(self, wires: Wires):
+    def __init__(self, wires: Wires, *, whole_sums: bool = False):
         self.problem = wires.problem
+        self.whole_sums = whole_sums
         self.wires = wires
         self._tables: dict[Group, tuple[PartTable, ...] | None] = {}
         self._parts: dict[tuple, PartTable | None] = {}
@@ -67,7 +70,8 @@ class PartTables:
     def _part_of(self, group: Group, part: Part) -> PartTable | None:
         options = group.options
         # Without state or experts apart it is all the same how many fellows there are, and where.
-        fellows = group.parts if options.sharding == "all" or options.experts > 1 else ()
+        apart = options.sharding == "all" or (self.whole_sums and options.sharding == "optimizer")
+        fellows = group.parts if apart or options.experts > 1 else ()
         among = group.replicas if options.sharding != "none" else 0
         key = (part.pool, part.tensor, part.share, options, among, fellows)
         if key not in self._parts:
@@ -95,6 +99,11 @@ class PartTables:
             state = [(parameter + gradient + optimizer) * n / replicas for n in mine]
         if options.sharding != "none":
             update = [u / replicas for u in update]
+        if options.sharding == "optimizer" and self.whole_sums:
+            steps = self.wires.levels(group.parts)
+            update = [
+                u + levels_price_s("all-gather", steps, replicas, parameter * n) for u, n in zip(update, mine)
+            ]
         if options.sequence:
             # Sums over tensor-parallel devices become a scatter and a gather; the backward gathers again.
             inner = (Level(part.tensor, self.wires.inner(part.pool), 1),)
