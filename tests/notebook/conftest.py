@@ -62,4 +62,4 @@ def found():
     from hetjax.passes.search.result import search
     from hetjax.passes.search.samples import random_problem
 
-    return search(OwnJudge(random_problem(3)), max_evaluations=300)
+    return search(OwnJudge(random_problem(6, devices=16, layers=10)), max_evaluations=300)

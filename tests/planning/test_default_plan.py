@@ -70,7 +70,7 @@ def test_what_is_asked_for_is_not_searched():
 
 
 def test_no_plan_that_does_not_fit_is_returned():
-    toml = TWO_SITES.read_text().replace('like = "cpu"\n', 'like = "cpu"\nmemory_bytes = 20000\n')
+    toml = TWO_SITES.read_text().replace('like = "cpu"\n', 'like = "cpu"\nmemory_bytes = 2000\n')
     step, state, batch = make_linen(blocks=1)
     small = Cluster.parse(toml)
     with pytest.raises(PlanError, match=r"fits.*\n?.*GB"):
