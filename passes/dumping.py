@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ class Dump(Instrument):
       folder: made if need be. What an earlier dump left there is replaced.
 
     Raises:
-      PassError: the folder holds files that no dump wrote.
+      PassError: the folder cannot be made or written, or holds files that no dump wrote.
     """
 
     def __init__(self, folder: str | Path):
@@ -116,7 +117,14 @@ def _shell(text: str) -> str:
 
 def _make_empty(folder: Path) -> None:
     """Makes the folder, or clears it of an earlier dump and of nothing else."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PassError(
+            "dump", f"cannot write to {folder}: {error.strerror}; set {ENVIRONMENT}, or the option, to another folder"
+        ) from None
     ours = re.compile(r"\d{3,}_[\w.-]+\.hj|trace\.jsonl")
     others = sorted(p.name for p in folder.iterdir() if not ours.fullmatch(p.name))
     if others and not (folder / TRACE).exists():

@@ -12,7 +12,6 @@ import click
 
 from hetjax.cli.devices import ensure_devices, force_cpu_devices
 from hetjax.cli.main import EXIT_GOOD, EXIT_NEGATIVE, EXIT_REFUSED
-from hetjax.ir.errors import HetjaxError
 
 if TYPE_CHECKING:
     from hetjax.frontend.parity import StepParity
@@ -53,22 +52,16 @@ def check(
 
     Exit codes: 0 equal; 1 unequal, or wrong input (JSON "ok" and "error" tell which); 3 refused.
     """
-    try:
-        report, code = _check(
-            target, steps, _tolerance(rtol, atol), double,
-            needed=_devices_needed(stages, mesh),
-            options={
-                "cluster": cluster, "num_stages": stages, "num_microbatches": microbatches, "mesh": mesh,
-                "per_microbatch": per_microbatch, "crossing_dtype": crossing_dtype, "rehearse": rehearse,
-                "axis_name": axis_name, "replicas": replicas,
-            },
-            progress=None if as_json else lambda line: click.echo(line, err=True),
-        )
-    except (click.ClickException, HetjaxError) as error:
-        if as_json:
-            message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-            click.echo(json.dumps({"ok": False, "refused": False, "error": message}))
-        raise
+    report, code = _check(
+        target, steps, _tolerance(rtol, atol), double,
+        needed=_devices_needed(stages, mesh),
+        options={
+            "cluster": cluster, "num_stages": stages, "num_microbatches": microbatches, "mesh": mesh,
+            "per_microbatch": per_microbatch, "crossing_dtype": crossing_dtype, "rehearse": rehearse,
+            "axis_name": axis_name, "replicas": replicas,
+        },
+        progress=None if as_json else lambda line: click.echo(line, err=True),
+    )
     if as_json:
         click.echo(json.dumps(_finite(report)))
     else:

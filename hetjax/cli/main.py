@@ -62,20 +62,24 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> Any:
     """Runs the command line and exits with one of the codes above."""
+    as_json = "--json" in (sys.argv[1:] if args is None else args)
     try:
         result = cli.main(args=args, prog_name="hetjax", standalone_mode=False)
         sys.exit(result if isinstance(result, int) else EXIT_GOOD)
     except click.ClickException as error:
         error.show()
+        _negative(error.format_message(), as_json)
         sys.exit(EXIT_NEGATIVE)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(EXIT_NEGATIVE)
     except MicrobatchError as error:
         click.echo(f"refused: {error}", err=True)
+        _negative(str(error), as_json, True)
         sys.exit(EXIT_REFUSED)
     except HetjaxError as error:
         click.echo(f"error: {error}", err=True)
+        _negative(str(error), as_json)
         sys.exit(EXIT_NEGATIVE)
     except Exception:
         import traceback
@@ -83,3 +87,11 @@ def main(args: list[str] | None = None) -> Any:
         traceback.print_exc()
         click.echo("This is a fault of hetjax, not of your input.", err=True)
         sys.exit(EXIT_FAULT)
+
+
+def _negative(error: str, as_json: bool, refused: bool = False) -> None:
+    """Prints the object that a command asked for JSON has not printed itself."""
+    if as_json:
+        import json
+
+        click.echo(json.dumps({"ok": False, "refused": refused, "error": error}))

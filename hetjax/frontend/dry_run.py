@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from hetjax.frontend.decorator import parallelize
@@ -14,7 +15,7 @@ from hetjax.frontend.whatif import Costing, gap
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.display import Shown
-from hetjax.ir.errors import PlanError
+from hetjax.ir.errors import ClusterError, PlanError
 from hetjax.ir.plan import Plan
 from hetjax.passes.cost.estimate import ProgramEstimate
 from hetjax.render.units import human_bytes, human_seconds
@@ -101,7 +102,7 @@ class Rehearsal(Shown):
 
 def rehearse(
     step: Callable[..., Any],
-    cluster: Cluster | str,
+    cluster: Cluster | str | Path,
     *args: Any,
     prices: Mapping[str, float] | None = None,
     currency: str = "",
@@ -122,6 +123,8 @@ def rehearse(
     Raises:
       PlanError, MicrobatchError, ClusterError: as planning on that cluster would.
     """
+    if not isinstance(cluster, (Cluster, str, Path)):
+        raise ClusterError(f"cluster is a {type(cluster).__name__}; give a Cluster or the name of a TOML file")
     if prices is not None and not isinstance(prices, Mapping):
         raise PlanError(f"prices is {prices!r}; give one per device kind, as {{'a100-80g': 1.8}}")
     unfit = {

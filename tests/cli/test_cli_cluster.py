@@ -106,3 +106,11 @@ def test_showing_a_file_needs_no_jax(good):
     done = subprocess.run([sys.executable, "-c", program, good], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr.strip() == "False"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("words", [("show", "--jsn"), ("show", "nowhere.toml"), ("no-such-command",)])
+def test_whoever_asks_for_json_gets_an_object_for_usage_errors_too(words, capsys):
+    code, out, err = run("cluster", *words, "--json", capsys=capsys)
+    answer = json.loads(out)
+    assert code == 1 and answer["ok"] is False and answer["error"].splitlines()[0] in err

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import hetjax
 from hetjax.cli.main import cli
+from hetjax.errors import PassError
 from hetjax.explaining.memory import stage_peaks
 from hetjax.explaining.movements import movements
 from hetjax.ir.parser import parse_bundle
@@ -83,3 +84,12 @@ def test_nothing_is_dumped_unless_asked(tmp_path, monkeypatch):
     hetjax.parallelize(step, num_stages=1).plan_for(state, batch)
     assert list(tmp_path.iterdir()) == []
     assert jax.devices()
+
+
+@pytest.mark.quick
+def test_a_dump_that_cannot_be_written_says_so(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HETJAX_DUMP", str(tmp_path / "file" / "below"))
+    step, state, batch = make_linen(blocks=1)
+    with pytest.raises(PassError, match=r"cannot write to .*below.*HETJAX_DUMP"):
+        hetjax.parallelize(step, num_stages=1).plan_for(state, batch)

@@ -13,7 +13,7 @@ from hetjax import notebook
 from hetjax.cli.plan import _write_search
 from hetjax.demo.session import CLUSTER
 from hetjax.ir.bundle import Bundle
-from hetjax.ir.errors import ParseError, PlanError
+from hetjax.ir.errors import ClusterError, ParseError, PlanError
 from hetjax.ir.graph import Argument, Aval, Cost, Graph, Op, Result
 from hetjax.ir.plan import Cut, Plan, StagePlan
 from hetjax.notebook.dumps import read_dumps
@@ -119,3 +119,9 @@ def test_what_is_no_search_and_no_folder_was_a_raw_traceback(value, tmp_path):
 def test_a_search_that_cannot_be_written_was_called_our_fault(found, tmp_path, name):
     with pytest.raises(click.UsageError, match="cannot be written"):
         _write_search(found, tmp_path / "no folder" / name)
+
+
+@pytest.mark.parametrize("cluster", [None, 3])
+def test_a_rehearsal_without_a_cluster_is_refused(cluster):
+    with pytest.raises(ClusterError, match="give a Cluster"):
+        hetjax.rehearse(lambda x: x, cluster, 1.0)
