@@ -8,22 +8,29 @@ any other loss. Files:
     DIR/JOB/OID/g{group}-p{position}.chunks   64-byte header (magic, JSON length), JSON, sums, chunks
 
 A file is written under another name, synced and renamed: what has its final name is whole.
+
+Each drain ends with a sweep: of every item the two newest saves that can be read from the files
+alone stay, with all that is newer, and what is older goes. Two, because a directory may still list
+the step before the newest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import re
+import shutil
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hetjax.eccheck.layout import Layout, place
+from hetjax.eccheck.manifest import Manifest, parse_manifest
 from hetjax.eccheck.sources import MappedSource
 from hetjax.eccheck.store import COMMITTED, PREPARED, Entry
 from hetjax.ir.errors import CheckpointError
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
 _MAGIC = b"hetjax-chunks-1\0"
 _HEAD = struct.Struct("<16sQ40x")
 _PAGE = 4096
+_KEPT = 2
+_STALE_S = 3600.0  # an unfinished file as old as this has nobody who writes it
 
 
 def _safe(name: str) -> str:
@@ -116,8 +125,62 @@ def drain_agent(
     except OSError as error:
         raise CheckpointError(f"cannot drain to {directory}: {error}") from error
     agent.count("drained", total)
+    pruned = prune_drained(directory, agent.options.job, set(newest))
     return {"steps": steps, "bytes": total, "seconds": time.monotonic() - started,
-            "dir": directory, "address": agent.address}
+            "dir": directory, "address": agent.address, "pruned": pruned}
+
+
+def prune_drained(directory: str, job: str, names: Collection[str]) -> list[str]:
+    """Removes drained saves that newer ones have made superfluous; returns their names.
+
+    Agents sweep at the same time, each on its own: what another has removed is no error, and what is
+    not yet whole counts for nothing, so that half a drain never costs the one before it.
+
+    Args:
+      directory: where was drained to.
+      job: whose saves.
+      names: items to sweep.
+    """
+    by_name: dict[str, list[tuple[float, pathlib.Path, bool]]] = {}
+    for folder in find_drained(directory, job):
+        try:
+            manifest = parse_manifest((folder / "manifest.json").read_bytes())
+        except (OSError, CheckpointError):
+            continue
+        if manifest.name in names:
+            # By age, not by step: a run that went back to an older step counts from there again.
+            by_name.setdefault(manifest.name, []).append(
+                (manifest.created_s, folder, _is_whole(folder, manifest)))
+    pruned = []
+    for saves in by_name.values():
+        whole = 0
+        for _, folder, good in sorted(saves, key=lambda s: s[0], reverse=True):
+            if whole >= _KEPT:
+                shutil.rmtree(folder, ignore_errors=True)
+                pruned.append(folder.name)
+                continue
+            whole += good
+            for path in folder.glob(".*.tmp"):
+                with contextlib.suppress(OSError):
+                    if time.time() - path.stat().st_mtime > _STALE_S:
+                        path.unlink()
+    return pruned
+
+
+def _is_whole(folder: pathlib.Path, manifest: Manifest) -> bool:
+    """Says whether a drained save can be read from its files alone."""
+    here, committed = set(), False
+    for path in folder.glob("g*-p*.chunks"):
+        try:
+            head, _ = open_chunks(path)
+            here.add((int(head["group"]), int(head["position"])))
+            committed = committed or head["state"] == COMMITTED
+        except (CheckpointError, KeyError, ValueError):
+            continue
+    return committed and all(
+        sum((g, p) in here for p in range(layout.n)) >= layout.k
+        for g, layout in enumerate(manifest.layouts)
+    )
 
 
 def open_chunks(path: pathlib.Path) -> tuple[dict[str, Any], MappedSource]:

@@ -1,5 +1,6 @@
 """Trouble that must not stop a training, hang a command or lose the step a restart looks for."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -23,7 +24,11 @@ from hetjax.eccheck import (
 from hetjax.eccheck.agent import AgentOptions
 from hetjax.eccheck.client import Client
 from hetjax.eccheck.config import Tls, load_config
+from hetjax.eccheck.reader import ObjectReader, survey
+from hetjax.eccheck.snapshot import take
 from hetjax.eccheck.tier import tier_of
+from hetjax.eccheck.trees import restore_tree
+from hetjax.eccheck.writer import Request, save_object
 from hetjax.ir.errors import CheckpointError
 
 
@@ -200,6 +205,35 @@ def test_drain_has_the_step_that_the_directory_lists(fleet, tmp_path):
         assert manager.latest_step() == 1
         assert (manager.restore(1)["w"] == 1).all()
     assert len(list((drained / "test").iterdir())) == 2  # and step 0 is not
+
+
+def test_old_drains_are_swept_and_half_a_drain_costs_nothing(fleet, tmp_path):
+    fleet.start(3)
+    own, steps = Client(fleet.config(2, 1)), tmp_path / "test"
+
+    def drain(*hosts):
+        return [own.pool.peer(h.address).call("drain", dir=str(tmp_path), timeout_s=20)[0] for h in hosts]
+
+    def drained():
+        return {json.loads((f / "manifest.json").read_text())["step"] for f in steps.iterdir()}
+
+    for step in (1, 2, 7):
+        save_object(own, take({"w": np.full(20_000, step)}), Request("x", step))
+        drain(*fleet.hosts)
+    assert drained() == {2, 7}
+    # The run went back and counts from 3 again; one agent of three drains: not enough to read it.
+    save_object(own, take({"w": np.full(20_000, 3)}), Request("x", 3))
+    assert drain(fleet.hosts[0])[0]["pruned"] == []
+    assert drained() == {2, 3, 7}
+    (reply,) = drain(fleet.hosts[1])
+    assert len(reply["pruned"]) == 1 and drained() == {3, 7}
+    for host in fleet.hosts:
+        fleet.kill(host)
+    fresh = Client(fleet.config(2, 1, home=None, rpc_timeout_s=0.5))
+    found = next(f for f in survey(fresh, str(tmp_path)).found if f.step == 3)
+    assert (restore_tree(ObjectReader(fresh, found), None, None)["w"] == 3).all()
+    for each in (own, fresh):
+        each.close()
 
 
 @pytest.mark.parametrize("wrong, told", [
