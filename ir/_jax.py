@@ -17,6 +17,9 @@ from jax._src import (
 from jax._src import (
     core as _core,  # DropVar and effects; jax.extend.core has no constructor for the first
 )
+from jax._src import (
+    distributed as _distributed,  # the key-value store of a job: no public way to it
+)
 from jax._src import monitoring as _monitoring  # to take one listener away again
 from jax._src import source_info_util as _siu  # user's file:line and the name stack of an equation
 from jax._src.interpreters import (
@@ -508,3 +511,11 @@ def with_local_config(settings: Sequence[tuple[Any, Any]]) -> Iterator[None]:
         for state, value in settings:
             stack.enter_context(_config.StateContextManager(state, value))
         yield
+
+
+def coordination() -> Any:
+    """Returns the client of the key-value store that jax.distributed started, or None.
+
+    Its calls need no device and no collective, so a thread beside the training may make them.
+    """
+    return _distributed.global_state.client

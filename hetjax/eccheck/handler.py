@@ -14,18 +14,21 @@ import dataclasses
 import logging
 import pathlib
 import re
+import time
 from collections.abc import Coroutine
 from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future as ocp_future
 
-from hetjax.eccheck import wishes
+from hetjax.eccheck import spill, together, wishes
+from hetjax.eccheck.client import new_oid
 from hetjax.eccheck.config import Config
 from hetjax.eccheck.fallback import outline_of, rebuild
 from hetjax.eccheck.manifest import Manifest, parse_manifest
-from hetjax.eccheck.snapshot import Snapshot
+from hetjax.eccheck.snapshot import Snapshot, merge_leaves
 from hetjax.eccheck.tier import Tier, item_name, tier_of
+from hetjax.eccheck.together import ToDisk
 from hetjax.eccheck.treemeta import tree_metadata
 from hetjax.eccheck.trees import restore_tree
 from hetjax.ir.errors import CheckpointError
@@ -92,9 +95,44 @@ def commit_item(
     root, item, step = split_directory(directory)
     name = item_name(root, item)
     live, newest = live_objects(root, item)
-    saved = tier.save(snapshot, name=name, step=step, live=live, protect=newest, extra=extra)
-    if saved.data:
-        pathlib.Path(str(directory), MANIFEST_FILE).write_bytes(saved.data)
+    try:
+        saved = tier.save(snapshot, name=name, step=step, live=live, protect=newest, extra=extra)
+    except ToDisk as problem:
+        data = _spill(tier, snapshot, directory, name, step, extra or {}, problem.box)
+        tier.note(f"step {step} of {name} was written to disk only: {problem}")
+    else:
+        data = saved.data
+    if data:
+        pathlib.Path(str(directory), MANIFEST_FILE).write_bytes(data)
+
+
+def _spill(
+    tier: Tier, snapshot: Snapshot, directory: Any, name: str, step: int, extra: dict[str, Any],
+    box: str,
+) -> bytes:
+    """Writes a save to disk, each process its part; returns the manifest, in the first process.
+
+    Raises:
+      CheckpointError: a process could not write its part; all are told.
+    """
+    number, count, _ = tier.writers()
+    wait_s = tier.config.bulk_timeout_s(snapshot.total_bytes * count)
+    trouble = ""
+    try:
+        spill.write_part(directory, snapshot, number)
+    except CheckpointError as error:
+        trouble = str(error)
+    together.post(f"{box}/part{number}", trouble)
+    told = [together.wait(f"{box}/part{i}", wait_s) for i in range(count)]
+    if any(told):
+        raise CheckpointError("; ".join(t for t in told if t))
+    if number:
+        return b""
+    parts = [spill.leaves_of(directory, i) for i in range(count)]
+    return Manifest(
+        f"disk-{new_oid()}", tier.config.job, name, step, 0, time.time(), (), (),
+        merge_leaves(parts), {**extra, spill.SPILLED: count},
+    ).to_bytes()
 
 
 def restore_item(tier: Tier, directory: Any, manifest: Manifest, target: Any, wish: Any) -> Any:
@@ -104,7 +142,10 @@ def restore_item(tier: Tier, directory: Any, manifest: Manifest, target: Any, wi
       CheckpointError: it is not in the agents' memory, or the target does not fit it.
     """
     tier.tell()
-    reader = tier.open(manifest.oid, manifest.name, manifest.step)
+    reader = (
+        spill.SpillReader(directory, manifest) if spill.SPILLED in manifest.extra
+        else tier.open(manifest.oid, manifest.name, manifest.step)
+    )
     return restore_tree(reader, target, wish)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hetjax.eccheck import together
 from hetjax.eccheck.client import Client, warn
 from hetjax.eccheck.config import Config, load_config
 from hetjax.eccheck.reader import Found, ObjectReader, Survey, survey
@@ -20,6 +21,7 @@ from hetjax.eccheck.snapshot import Snapshot, take
 from hetjax.eccheck.writer import Request, Saved, is_stale, save_object
 from hetjax.ir.errors import CheckpointError
 
+_PATIENCE = 10
 _log = logging.getLogger("hetjax.eccheck")
 _tiers: dict[Any, Tier] = {}
 _tiers_lock = threading.Lock()
@@ -111,8 +113,8 @@ class Tier:
     def may_go_to_disk(self, error: CheckpointError) -> bool:
         """Says whether a save that the agents did not take may be written to disk instead.
 
-        Not by a process that was replaced: a newer one writes there. And not where several
-        processes save together, since they do not learn of the trouble at the same moment.
+        Not by a process that was replaced: a newer one writes there. And not here where several
+        processes save together: they write what is `ToDisk` together.
         """
         return self.writers()[1] == 1 and not is_stale(error)
 
@@ -142,11 +144,7 @@ class Tier:
         self._serials[name] += 1
         request = Request(name, step, list(live), list(protect), dict(extra or {}), number, count,
                           self._run or secrets.token_hex(8), self._serials[name])
-        try:
-            saved = save_object(self.client, snapshot, request)
-        except CheckpointError:
-            self._healthy = None
-            raise
+        saved = self._agreed(snapshot, request)
         self.last = saved
         notes = list(saved.notes)
         if saved.evicted and name not in self._crowded:
@@ -162,6 +160,30 @@ class Tier:
             self._notes += notes
         if saved.notes:
             self._healthy = None
+        return saved
+
+    def _agreed(self, snapshot: Snapshot, request: Request) -> Saved:
+        """Saves; in a jax.distributed job all processes end alike, by what the first one says.
+
+        Raises:
+          ToDisk: it could not be committed, and all processes know.
+          CheckpointError: it could not be committed.
+        """
+        problem: CheckpointError | None = None
+        saved: Saved | None = None
+        try:
+            saved = save_object(self.client, snapshot, request)
+        except CheckpointError as error:
+            self._healthy, problem = None, error
+        if request.count > 1 and self.writers()[2]:
+            saved, problem = together.verdict(
+                f"{request.run}/{request.name}/{request.serial}", request.writer, saved, problem,
+                # Longer than the first process can take for all its attempts.
+                self.config.bulk_timeout_s(snapshot.total_bytes * request.count) * _PATIENCE,
+            )
+        if problem is not None:
+            raise problem
+        assert saved is not None
         return saved
 
     # -- finding --------------------------------------------------------------------------------

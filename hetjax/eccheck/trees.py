@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hetjax.eccheck.reader import ObjectReader, Range
+from hetjax.eccheck.manifest import Manifest
+from hetjax.eccheck.reader import Range
 from hetjax.eccheck.snapshot import (
     as_bytes,
     from_python_value,
@@ -49,6 +50,12 @@ class Reads(Protocol):
 
     def read(self, ranges: Iterable[Range]) -> None:
         """Fills the destinations."""
+
+
+class Whole(Reads, Protocol):
+    """A whole object: its bytes, and what they are."""
+
+    manifest: Manifest
 
 
 def empty_aligned(num_bytes: int) -> np.ndarray:
@@ -312,7 +319,7 @@ def nest(leaves: Sequence[tuple[Sequence[Sequence[Any]], Any]]) -> Any:
 
 
 def restore_tree(
-    reader: ObjectReader, target: Any, wish_of: Any, *, only: str | None = None
+    reader: Whole, target: Any, wish_of: Any, *, only: str | None = None
 ) -> Any:
     """Returns a tree.
 

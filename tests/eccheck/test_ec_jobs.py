@@ -92,6 +92,80 @@ def test_one_job_of_two_processes_restored_by_one(
     assert len(sizes) == 2 and max(sizes) < 1.2 * min(sizes), "both hosts keep their own half"
 
 
+LOSE_ALL = """
+import sys, dataclasses, signal, warnings, pathlib
+number, port, directory, sockets, pids = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4].split(","), sys.argv[5]
+config = dataclasses.replace(config, socket=sockets[number])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import orbax.checkpoint as ocp
+from hetjax.eccheck import handler_registry
+from hetjax.eccheck.tier import tier_of
+g = np.arange(4096 * 8, dtype=np.float32).reshape(4096, 8)
+flat = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), P("d"))
+x = jax.make_array_from_callback(g.shape, flat, lambda i: g[i])
+m = ocp.CheckpointManager(directory, handler_registry=handler_registry(config))
+def save(s):
+    m.save(s, args=ocp.args.StandardSave({"x": x * s, "n": np.arange(3) + s}))
+    m.wait_until_finished()
+save(1)
+multihost_utils.sync_global_devices("saved")
+if number == 0:
+    for pid in pids.split(","):
+        os.killpg(int(pid), signal.SIGKILL)
+multihost_utils.sync_global_devices("killed")
+save(2)                     # the agents are gone and nobody knows it yet
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    tier_of(config).tell()
+    save(3)                 # now the first process knows
+assert any("step 2 of" in str(w.message) and "written to disk only" in str(w.message) for w in told), told
+assert list(m.all_steps()) == [1, 2, 3]
+for s in (3, 2):
+    y = m.restore(s, args=ocp.args.StandardRestore({"x": x, "n": np.arange(3)}))
+    assert all(np.array_equal(np.asarray(p.data), s * g[p.index]) for p in y["x"].addressable_shards)
+    assert np.array_equal(y["n"], np.arange(3) + s)
+m.close()
+print("GOOD", number)
+"""
+
+
+def test_a_job_of_two_processes_goes_to_disk_together_when_its_agents_are_gone(
+    fleet, run_trainer, trainer_head, free_port, tmp_path
+):
+    fleet.start(3)
+    config, port, steps = fleet.config(2, 1), free_port(), tmp_path / "ck"
+    sockets, pids = ",".join(h.socket for h in fleet.hosts[:2]), ",".join(str(h.process.pid) for h in fleet.hosts)
+    processes = [
+        run_trainer(trainer_head + LOSE_ALL, i, port, steps, sockets, pids, config=config, wait=False, devices=2)
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert all(p.returncode == 0 for p in processes), "\n".join(o[-3000:] for o in outputs)
+    for host in fleet.hosts:
+        host.process.wait()
+        host.process.stdout.close()
+    # One process with other devices reads what two wrote, also a part of it; a damaged byte is named.
+    want = {"x": jnp.zeros((4096, 8))}
+    with ocp.CheckpointManager(steps, handler_registry=handler_registry(fleet.config(2, 1, home=None, rpc_timeout_s=0.5))) as manager:
+        got = manager.restore(2, args=ocp.args.StandardRestore({**want, "n": np.zeros(3, int)}))
+        assert np.array_equal(got["x"], 2 * np.arange(4096 * 8, dtype=np.float32).reshape(4096, 8))
+        assert np.array_equal(got["n"], np.arange(3) + 2)
+        assert manager.item_metadata(2) is not None
+        part = next((steps / "2").rglob("hetjax_eccheck.w1.bytes"))
+        data = bytearray(part.read_bytes())
+        data[1000] ^= 1
+        part.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"w1\.bytes: bytes 0 to \d+ are damaged"):
+            manager.restore(2, args=ocp.args.StandardRestore({**want, "n": np.zeros(3, int)}))
+
+
 def test_independent_runtimes_share_one_state(fleet):
     """Two processes that are no jax.distributed job save one logical state together."""
     from concurrent.futures import ThreadPoolExecutor
