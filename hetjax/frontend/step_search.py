@@ -213,7 +213,7 @@ def search_step(
     problem = Problem(
         table, cluster, pools, max(1, batch_size_of(analysed)), mixed=False,
         max_devices=wishes.max_devices, counts=counts, stage_pools=pinned_pools(pins, pools),
-        options=(*_SHARDED, SearchOptions(recompute=True)) if options.recompute is None else _SHARDED,
+        options=_SHARDED if options.recompute in ("", "cheap") else (*_SHARDED, SearchOptions(recompute=True)),
     )  # fmt: skip
     unfit: PlanError | None = None
     for attempt in range(_ANEW):
