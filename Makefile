@@ -6,6 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 CASES ?= ../shared/cases
+# --resume FILE goes on where a run of the same code was stopped.
+CASE_ARGS ?=
 PYTEST_ARGS ?=
 # Tests run in two processes: more would starve the eight forced devices of each of them.
 WORKERS ?= 2
@@ -60,7 +62,7 @@ docs-check: $(VENV)/installed-dev ## Every path, command and make target named i
 	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
 
 cases: $(VENV)/installed-dev ## docs/cases.md: the train steps of CASES=FOLDER through `hetjax check`
-	$(BIN)/python -m hetjax.cli.case_table $(CASES) --write docs/cases.md
+	$(BIN)/python -m hetjax.cli.case_table $(CASES) --write docs/cases.md $(CASE_ARGS)
 
 bench: $(VENV)/installed-dev ## The benchmarks, in their quick form
 	@for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script --quick || exit 1; done

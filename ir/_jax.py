@@ -20,6 +20,7 @@ from jax._src import (
 from jax._src import (
     distributed as _distributed,  # the key-value store of a job: no public way to it
 )
+from jax._src import effects as _effects  # which effects keep an order; equations hold them
 from jax._src import monitoring as _monitoring  # to take one listener away again
 from jax._src import source_info_util as _siu  # user's file:line and the name stack of an equation
 from jax._src.interpreters import (
@@ -201,6 +202,11 @@ def has_gradient(eqn: Any) -> bool:
     )
 
 
+def ordered_effects(eqn: Any) -> bool:
+    """Returns whether an equation has effects whose order JAX keeps (`ordered=True`)."""
+    return any(_effects.ordered_effects.contains(effect) for effect in eqn.effects)
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Returns what one equation gives for some values."""
     found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
@@ -302,6 +308,11 @@ def new_equation(
     return jex.new_jaxpr_eqn(
         list(invars), [Var(a) for a in out_avals], primitive, params, effects
     )
+
+
+def constraint_equation(aval: Any, sharding: Any) -> Any:
+    """Returns the equation of `with_sharding_constraint` on a value of a type."""
+    return jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(shaped(aval)).jaxpr.eqns[-1]
 
 
 def open_jaxpr(name: str, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
@@ -406,7 +417,9 @@ def _run_shardy(
             entry = entry_function(module)
             for name, specs in (("arg_attrs", arguments), ("res_attrs", results)):
                 entry.operation.attributes[name] = ir.ArrayAttr.get([attribute(s) for s in specs])
-            ir.InsertionPoint.at_block_begin(module.body).insert(ir.Operation.parse(f"sdy.mesh @mesh = <{mesh}>"))
+            # Constraints on the stage's own mesh have brought it along.
+            if not any(op.operation.name == "sdy.mesh" and mesh in str(op) for op in module.body.operations):
+                ir.InsertionPoint.at_block_begin(module.body).insert(ir.Operation.parse(f"sdy.mesh @mesh = <{mesh}>"))
             passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
     except ir.MLIRError as error:
         raise ValueError(str(error)) from error

@@ -17,7 +17,7 @@ _MAX_RUN = 1_000_000
 
 
 _MICROBATCHING_WORDS = frozenset(
-    {"types", "hoisted", "positions", "chained", "refused", "accepted", "same", "graph"}
+    {"types", "hoisted", "resliced", "positions", "chained", "refused", "accepted", "same", "graph"}
 )
 
 
@@ -69,7 +69,7 @@ class BundleReader(ProgramReader):
         count = self.integer("how many microbatches")
         self.expect("{")
         types: list[BatchType] = []
-        marked: dict[str, set[int]] = {"hoisted": set(), "positions": set()}
+        marked: dict[str, set[int]] = {"hoisted": set(), "resliced": set(), "positions": set()}
         chained: list[tuple[int, int]] = []
         refusal = None
         accepted = False
@@ -109,7 +109,7 @@ class BundleReader(ProgramReader):
                 graph = self.graph()
             else:
                 self.expected(
-                    "types, hoisted, positions, chained, refused, accepted, 'same graph', graph or '}'"
+                    "types, hoisted, resliced, positions, chained, refused, accepted, 'same graph', graph or '}'"
                 )
         if (graph is None) == (same_at is None):
             self.fail("microbatching holds a graph or the words 'same graph'", self.at - 1)
@@ -124,6 +124,7 @@ class BundleReader(ProgramReader):
             refusal=refusal,
             accepted=accepted,
             chained=tuple(chained),
+            resliced=frozenset(marked["resliced"]),
         )
         return found, same_at
 

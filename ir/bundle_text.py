@@ -45,6 +45,7 @@ def _write_microbatching(writer: Writer, m: Microbatching, same: bool) -> None:
     runs = [(t, len(list(group))) for t, group in groupby(map(batch_type_text, m.types))]
     writer.wrapped("types", [f"{t}*{n}" if n > 1 else t for t, n in runs], "  ")
     writer.wrapped("hoisted", [f"%{r}" for r in sorted(m.hoisted)], "  ")
+    writer.wrapped("resliced", [f"%{r}" for r in sorted(m.resliced)], "  ")
     writer.wrapped("positions", [f"%{r}" for r in sorted(m.positions)], "  ")
     writer.wrapped("chained", [f"(%{a},%{b})" for a, b in m.chained], "  ")
     if m.refusal is not None:

@@ -65,6 +65,8 @@ class Microbatching:
       positions: refs that number the examples within a microbatch, from 0, for indexing into it. Of
         kind B, but no slices of the full value: they are never joined, and what runs at full batch
         reads them only where the full graph alone makes them.
+      resliced: refs made once all microbatches have run forward, at full batch, by a loss head that couples
+        examples; the backwards read slices of them (kind B) or all of it (kind R).
       refusal: None when proved (or accepted), else the first reason found.
       accepted: True when the user chose `per_microbatch` semantics over a refusal. Types then say how
         the microbatches' results are put together: S,1 is their average.
@@ -79,4 +81,5 @@ class Microbatching:
     positions: frozenset[Ref] = frozenset()
     refusal: Refusal | None = None
     accepted: bool = False
+    resliced: frozenset[Ref] = frozenset()
     chained: tuple[tuple[Ref, Ref], ...] = ()

@@ -22,12 +22,14 @@ from hetjax.ir.suggest import nearest
 
 VERSION = 1
 # Decisions that `Plan.with_` prices, beside those about stages and specs.
-REPRICED = ("num_microbatches", "schedule", "warmups", "state_specs", "per_microbatch", "crossing_dtype")
+REPRICED = ("num_microbatches", "schedule", "warmups", "state_specs", "per_microbatch", "crossing_dtype", "sums")
 # Narrower types in which activations may cross between stages, by explicit choice.
 CROSSING_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 # What a backward may compute again: nothing, elementwise ops, everything from what its layers were given,
 # everything from what its stage was given.
 RECOMPUTE = ("", "cheap", "layer", "stage")
+# How sums over examples are made: in parts, or in plain jit's order.
+SUMS = ("", "whole")
 # Where a number comes from.
 SOURCES = ("measured", "imported", "analytic", "given")
 
@@ -97,6 +99,8 @@ class Plan(Shown):
       seed, evaluations: of the search that found it, or None.
       sources: (what, one of `SOURCES`) pairs.
       predicted_s: the whole step, or None.
+      sums: how sums over examples are made: "" in parts, by each device and microbatch, or "whole", in plain
+        jit's order.
       crossing_dtype: one of `CROSSING_DTYPES`, to which activations and their gradients are rounded
         for the way between stages; "" sends them as they are.
     """
@@ -120,6 +124,7 @@ class Plan(Shown):
     sources: tuple[tuple[str, str], ...] = ()
     predicted_s: float | None = None
     crossing_dtype: str = ""
+    sums: str = ""
 
     def with_(
         self,
@@ -281,6 +286,8 @@ def verify_plan(plan: Plan, cluster: Cluster) -> None:
     found += [
         f"recompute_stages: there is no stage {s}" for s in plan.recompute_stages if s >= len(plan.stages)
     ]
+    if plan.sums not in SUMS:
+        found.append(f"sums is {plan.sums!r}; it may be '' or 'whole'")
     user: dict[int, int] = {}
     for i, stage in enumerate(plan.stages):
         found += _stage_problems(i, stage, cluster)

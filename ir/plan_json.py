@@ -9,7 +9,7 @@ from typing import Any
 
 from hetjax.ir.errors import ParseError, PlanError
 from hetjax.ir.json_text import parse_json
-from hetjax.ir.plan import CROSSING_DTYPES, SOURCES, VERSION, Cut, Plan, StagePlan
+from hetjax.ir.plan import CROSSING_DTYPES, SOURCES, SUMS, VERSION, Cut, Plan, StagePlan
 from hetjax.ir.suggest import nearest
 
 _ABSENT = object()
@@ -99,6 +99,13 @@ def _source(value: Any, key: str, problems: _Problems) -> str:
 def _crossing_dtype(value: Any, key: str, problems: _Problems) -> str:
     if value != "" and value not in CROSSING_DTYPES:
         problems.add(key, f"activations cannot cross in {value!r}{nearest(str(value), CROSSING_DTYPES)}")
+        raise _Wrong()
+    return value
+
+
+def _sums(value: Any, key: str, problems: _Problems) -> str:
+    if value not in SUMS:
+        problems.add(key, f"sums are made in parts ('') or 'whole', not {value!r}{nearest(str(value), SUMS)}")
         raise _Wrong()
     return value
 
@@ -201,4 +208,5 @@ _PLAN: dict[str, _Read] = {
     "sources": _many(_pair(_text, _source)),
     "predicted_s": _optional(_seconds),
     "crossing_dtype": _crossing_dtype,
+    "sums": _sums,
 }

@@ -42,7 +42,7 @@ class CutStages:
         if graph is None or micro is None or plan is None:
             raise PassError(self.name, "needs a graph and a microbatching")
         cuts = find_cuts(graph, micro, [s.first for s in plan.stages[1:] if s.first is not None])
-        placement = place(graph, micro, plan.num_stages, cuts)
+        placement = place(graph, micro, plan.num_stages, cuts, whole_sums=plan.sums == "whole")
         return bundle.replace(program=build_program(graph, micro, placement, meshes_of(plan)))
 
 

@@ -128,8 +128,8 @@ def _given(fragment: Fragment, ref: Ref, spec: Spec) -> tuple[Port, ...]:
 def _widen_late(program: Program, reshard: Reshard) -> Program | None:
     """Returns the program with a cast or broadcast that grows a value done by the receiver, None where none is."""
     made, readers = _maker(program, reshard), _readers(program, reshard.target, reshard.ref)
-    if made is None or any(p.form != "micro" or not f.per_microbatch for f, p in readers):
-        return None
+    if made is None or any(p.form != "micro" or not f.per_microbatch for f, p in (made, *readers)):
+        return None  # what is made at full batch and sliced is another op's result there
     fragment, out = made
     cast = next((op for op in fragment.ops if reshard.ref in op.outputs), None)
     if cast is None or not _one_to_one(cast, _GROWING):
@@ -160,7 +160,7 @@ def _widen_late(program: Program, reshard: Reshard) -> Program | None:
 def _narrow_early(program: Program, reshard: Reshard) -> Program | None:
     """Returns the program with a receiver's op that shrinks a value done by the sender, None where none is."""
     made, readers = _maker(program, reshard), _readers(program, reshard.target, reshard.ref)
-    if made is None or len(readers) != 1 or readers[0][1].form != "micro" or not readers[0][0].per_microbatch:
+    if made is None or not made[0].per_microbatch or len(readers) != 1 or readers[0][1].form != "micro" or not readers[0][0].per_microbatch:
         return None
     (reader, port), (fragment, out) = readers[0], made
     uses = [op for op in reader.ops if reshard.ref in op.refs]

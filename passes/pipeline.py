@@ -29,10 +29,11 @@ def lower(bundle: Bundle, *, donate: bool = False, profiles: str = "") -> Bundle
       profiles: the profile store to price by; "" prices by data sheets.
     """
     recompute = bundle.plan.recompute if bundle.plan is not None else ""
-    return run_pipeline(bundle, lowering(donate=donate, profiles=profiles, recompute=recompute))
+    whole = bundle.plan is not None and bundle.plan.sums == "whole"
+    return run_pipeline(bundle, lowering(donate=donate, profiles=profiles, recompute=recompute, whole_sums=whole))
 
 
-def lowering(*, donate: bool = False, profiles: str = "", recompute: str = "") -> str:
+def lowering(*, donate: bool = False, profiles: str = "", recompute: str = "", whole_sums: bool = False) -> str:
     """Returns the pipeline of `lower`."""
     options = {"plan-donation": "{state}"} if donate else {}
     if profiles:
@@ -42,4 +43,6 @@ def lowering(*, donate: bool = False, profiles: str = "", recompute: str = "") -
     if recompute:
         names.insert(names.index("cut-stages") + 1, "recompute-residuals")
         options["recompute-residuals"] = f"{{mode={recompute}}}"
+    if whole_sums:
+        names.insert(names.index("shard-stages") + 1, "whole-sums")
     return ",".join(n + options.get(n, "") for n in names)

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+from hetjax.ir.errors import MicrobatchError
 from hetjax.ir.graph import Graph, Op, Ref, definitions, users
 from hetjax.ir.microbatching import Microbatching
 from hetjax.passes.follow_updates import follow_updates
@@ -22,6 +23,12 @@ from hetjax.passes.prover.analysis import is_parameter
 #   update    after the microbatches
 ONCE, CLONE, FORWARD, BACKWARD, UPDATE = "once", "clone", "forward", "backward", "update"
 _PHASE = {FORWARD: 0, BACKWARD: 1, UPDATE: 2}
+
+# Ops that make constants of numbers.
+CONSTANT_MAKERS = frozenset({
+    "add", "broadcast_in_dim", "convert_element_type", "div", "eq", "ge", "gt", "iota", "le", "lt", "max", "min",
+    "mul", "ne", "neg", "reshape", "select_n", "squeeze", "sub", "transpose",
+})
 
 Order = tuple[int, int, int]  # round, phase, level
 
@@ -70,7 +77,7 @@ def classify(graph: Graph, micro: Microbatching) -> list[str]:
     kinds: list[str] = []
     for i, op in enumerate(graph.ops):
         of = [types[r] for r in op.outputs]
-        if any(t.kind == "U" for t in of):
+        if any(t.kind == "U" for t in of) or any(r in micro.resliced for r in op.outputs):
             kind = UPDATE
         elif any(r in micro.hoisted for r in op.outputs) or all(t.kind == "Z" or (t.kind == "R" and not t.power) for t in of):
             kind = ONCE
@@ -83,6 +90,9 @@ def classify(graph: Graph, micro: Microbatching) -> list[str]:
         if kind == BACKWARD:
             backward_refs.update(op.outputs)
         kinds.append(kind)
+    if micro.resliced:
+        _before_the_head(graph, micro, kinds)
+    _repeat_constants(graph, micro, kinds)
     # A step-level op that no microbatch needs (weight decay, a learning rate) waits for the update, or its result would be held through the whole step.
     defined = definitions(graph)
     early = [k in (FORWARD, BACKWARD) for k in kinds]
@@ -92,7 +102,38 @@ def classify(graph: Graph, micro: Microbatching) -> list[str]:
             for r in graph.ops[i].refs:
                 if r in defined:
                     early[defined[r]] = True
-    return [UPDATE if k == ONCE and not early[i] else k for i, k in enumerate(kinds)]
+    kinds = [UPDATE if k == ONCE and not early[i] else k for i, k in enumerate(kinds)]
+    if micro.num_microbatches == 1:  # a callback that gives values runs once, on however many stages they are read
+        told: set[Ref] = set()
+        for i, op in enumerate(graph.ops):
+            if kinds[i] in (ONCE, CLONE) and op.outputs and (_acts(op) or told.intersection(op.refs)):
+                kinds[i] = FORWARD if early[i] else UPDATE
+                told.update(op.outputs)
+    return kinds
+
+
+def _before_the_head(graph: Graph, micro: Microbatching, kinds: list[str]) -> None:
+    """Makes forwards of the backward's ops that a loss head at full batch reads, as it runs before all backwards."""
+    wanted = set(micro.resliced)
+    for i in reversed(range(len(kinds))):
+        if wanted.intersection(graph.ops[i].outputs):
+            wanted.update(graph.ops[i].refs)
+            if kinds[i] == BACKWARD:
+                kinds[i] = FORWARD
+
+
+def _repeat_constants(graph: Graph, micro: Microbatching, kinds: list[str]) -> None:
+    """Makes clones of what is made of nothing (a broadcast number, an iota).
+
+    Made once, it would be held in memory and read from there by every fragment, and XLA could not see
+    that it is a constant.
+    """
+    from_nothing: set[Ref] = set()
+    for i, op in enumerate(graph.ops):
+        made_here = op.primitive in CONSTANT_MAKERS and all(r in from_nothing for r in op.refs)
+        if kinds[i] == ONCE and made_here and not _hoisted(op, micro):
+            kinds[i] = CLONE
+            from_nothing.update(op.outputs)
 
 
 def _hoisted(op: Op, micro: Microbatching) -> bool:
@@ -138,7 +179,8 @@ def _forward_demand(
 
 def place(
     graph: Graph, micro: Microbatching, num_stages: int, cuts: Sequence[int] = (),
-    homes: Mapping[Ref, int] | None = None, block_stages: Mapping[str, int] | None = None,
+    homes: Mapping[Ref, int] | None = None, block_stages: Mapping[str, int] | None = None, *,
+    whole_sums: bool = False,
 ) -> Placement:
     """Returns where every op runs.
 
@@ -150,18 +192,36 @@ def place(
       homes: stages that already keep state leaves, by ref; with them the forward follows the data
         instead of the cuts (for functions that run on the plan of another).
       block_stages: with `homes`, the stages of modules that lie in one stage, by module path.
+      whole_sums: whether sums over the batch wait for all microbatches, to be made on all of them at once.
     """
     if num_stages == 1 and micro.num_microbatches == 1:
         return _one_fragment(graph)
     kinds = classify(graph, micro)
+    if num_stages > 1:
+        _refuse_repeated_effects(graph, kinds)
     at_blocks = block_stages or {}
     kinds = _defer_shared_sums(graph, micro, kinds, num_stages, cuts, homes, at_blocks)
     stage, found_homes = _micro_stages(graph, kinds, num_stages, cuts, homes, at_blocks)
-    stages = _update_stages(graph, kinds, stage, found_homes, num_stages)
-    orders = _orders(graph, kinds, stages)
+    fixed: dict[int, int] = {}
+    if whole_sums and micro.num_microbatches > 1:
+        fixed = {i: stage[i] for i in _batch_sums(graph, micro, kinds)}
+        kinds = [UPDATE if i in fixed else k for i, k in enumerate(kinds)]
+    stages = _update_stages(graph, kinds, stage, found_homes, num_stages, fixed, micro.resliced)
+    orders = _orders(graph, kinds, stages, first_backward=1 if micro.resliced else 0)
     for argument in graph.inputs:
         found_homes.setdefault(argument.ref, 0)
     return Placement(num_stages, tuple(kinds), tuple(stages), orders, found_homes)
+
+
+def _refuse_repeated_effects(graph: Graph, kinds: Sequence[str]) -> None:
+    """Raises for callbacks that every stage would run before the microbatches."""
+    lost = [op for op, kind in zip(graph.ops, kinds) if kind == ONCE and op.outputs and _acts(op)]
+    if lost:
+        listed = ", ".join(f"'{op.primitive}'{f' at {op.source}' if op.source else ''}" for op in lost)
+        raise MicrobatchError(
+            f"{listed} has an effect and gives values that the microbatches read: each stage would run it again; "
+            "use num_microbatches=1, or one stage", reason="a callback that gives values runs once",
+        )
 
 
 def _one_fragment(graph: Graph) -> Placement:
@@ -328,6 +388,23 @@ def _defer_shared_sums(
     return out
 
 
+def _batch_sums(graph: Graph, micro: Microbatching, kinds: Sequence[str]) -> set[int]:
+    """Returns the ops of the microbatches whose results are sums over the batch, and that no microbatch reads.
+
+    A loop that also gives values of single examples runs in the microbatches, with the sums it makes.
+    """
+    readers = users(graph)
+    found: set[int] = set()
+    for i in reversed(range(len(graph.ops))):
+        op = graph.ops[i]
+        if kinds[i] not in (FORWARD, BACKWARD) or not op.outputs:
+            continue
+        late = all(u in found or kinds[u] == UPDATE for r in op.outputs for u in readers.get(r, ()))
+        if late and all(micro.types[r].kind == "S" for r in op.outputs):
+            found.add(i)
+    return found
+
+
 class _Sets:
     """Union-find over refs."""
 
@@ -351,14 +428,18 @@ class _Sets:
 
 def _update_stages(
     graph: Graph, kinds: Sequence[str], stage: Sequence[int], homes: dict[Ref, int],
-    num_stages: int,
+    num_stages: int, fixed: Mapping[int, int], resliced: frozenset[Ref] = frozenset(),
 ) -> list[tuple[int, ...]]:
-    """Places update ops: arrays with the state leaf they update, scalars wherever they are read."""
+    """Places update ops: arrays with the state leaf they update, scalars wherever they are read.
+
+    Those in `fixed` stay on the stage that it gives by their number; values in `resliced` are also pulled by
+    the backwards that read them.
+    """
     defined, readers = definitions(graph), users(graph)
     array = lambda r: graph.avals[r].ndim > 0  # noqa: E731
     sets = _Sets()
     for i, op in enumerate(graph.ops):
-        if kinds[i] == UPDATE:
+        if kinds[i] == UPDATE and i not in fixed:
             linked = [r for r in (*op.refs, *op.outputs) if array(r)]
             for a, b in itertools.pairwise(linked):
                 sets.union(a, b)
@@ -377,21 +458,23 @@ def _update_stages(
         if ref in sets and array(ref):
             vote(ref, home, max(1, graph.avals[ref].nbytes) << 20)
     for i, op in enumerate(graph.ops):  # values of the microbatches pull too, but weakly
-        if kinds[i] in (FORWARD, BACKWARD):
-            for r in op.outputs:
+        if kinds[i] in (FORWARD, BACKWARD) or i in fixed:
+            for r in (*op.outputs, *(r for r in op.refs if r in resliced)):
                 if r in sets and array(r):
                     vote(r, stage[i], graph.avals[r].nbytes)
     where = {root: max(votes, key=lambda s: (votes[s], -s)) for root, votes in weight.items()}
     for argument in graph.inputs:
         if argument.ref in sets and array(argument.ref):
             homes.setdefault(argument.ref, where.get(sets.find(argument.ref), 0))
-    out: list[tuple[int, ...]] = [(stage[i],) if kinds[i] in (FORWARD, BACKWARD) else () for i in range(len(kinds))]
+    out: list[tuple[int, ...]] = [
+        (stage[i],) if kinds[i] in (FORWARD, BACKWARD) or i in fixed else () for i in range(len(kinds))
+    ]
     returned = {r.atom: r for r in graph.outputs if isinstance(r.atom, int)}
     for i in reversed(range(len(graph.ops))):
         op = graph.ops[i]
-        if kinds[i] != UPDATE:
+        if kinds[i] != UPDATE or i in fixed:
             continue
-        if _only_acts(op):
+        if _acts(op):
             out[i] = (num_stages - 1,)  # all on one stage, or nothing would keep their order
             continue
         anchored = [r for r in (*op.refs, *op.outputs) if array(r)]
@@ -400,17 +483,18 @@ def _update_stages(
             continue
         wanted = {s for r in op.outputs for u in readers.get(r, ()) for s in out[u]}
         for r in op.outputs:
+            updates = returned[r].updates if r in returned else None
             if r in returned and not wanted:
                 wanted.add(_scalar_owner(graph, kinds, stage, out, op, defined, sets, where))
-            elif r in returned and returned[r].updates is not None:
-                wanted.add(homes.get(graph.inputs[returned[r].updates].ref, 0))
+            elif updates is not None:
+                wanted.add(homes.get(graph.inputs[updates].ref, 0))
         out[i] = tuple(sorted(wanted)) or (0,)
     return out
 
 
-def _only_acts(op: Op) -> bool:
-    """Whether an op is run for its effect: a print or a callback without results."""
-    return not op.outputs and op.eqn is not None and bool(op.eqn.effects)
+def _acts(op: Op) -> bool:
+    """Whether an op has an effect, as a print or a callback has: it runs once, and is not repeated."""
+    return op.eqn is not None and bool(op.eqn.effects)
 
 
 def _scalar_owner(
@@ -430,15 +514,20 @@ def _scalar_owner(
             i = defined[r]
             if kinds[i] in (FORWARD, BACKWARD):
                 found.append(stage[i])
+            elif len(placed[i]) == 1:  # a sum put off, on the stage of its operands
+                found.append(placed[i][0])
             elif kinds[i] == UPDATE:
                 stack.extend(graph.ops[i].refs)
     return max(found, default=0, key=lambda s: (found.count(s), s))
 
 
 def _orders(
-    graph: Graph, kinds: Sequence[str], stages: Sequence[tuple[int, ...]]
+    graph: Graph, kinds: Sequence[str], stages: Sequence[tuple[int, ...]], first_backward: int = 0
 ) -> dict[tuple[int, int], Order]:
     """Returns (round, phase, level) of each op on each of its stages; fragments sort by it.
+
+    No backward is in a round before `first_backward`, so that one fragment holds those that wait for a
+    loss head at full batch and those that need not.
 
     Within a phase, the forward may go to later stages and the backward to earlier ones at the same
     level; any other crossing starts the next level, so that fragments never wait for each other.
@@ -451,11 +540,11 @@ def _orders(
             continue
         phase = _PHASE[kinds[i]]
         for s in stages[i]:
-            order = (0, phase, 0)
+            order = (first_backward if kinds[i] == BACKWARD else 0, phase, 0)
             for r in op.refs:
                 for t, before in _nearest(made.get(r, {}), s):
                     order = max(order, _after(before, phase, t, s))
-            if _only_acts(op):
+            if kinds[i] == UPDATE and _acts(op):
                 order = acted = max(order, acted)
             out[i, s] = order
         for r in op.outputs:

@@ -56,9 +56,11 @@ def _proved(bundle: Bundle, full: Graph, untyped: Microbatching, *, accept: bool
         found = prove(_with_equations(full), _with_equations(small), num, **options)
         return dataclasses.replace(found, graph=small)
 
-    micro = proof()
+    micro = proof(head=False)
     if micro.refusal is not None and (lifted := _lifted(full)) is not full:
         full, small = lifted, _lifted(small)
+        micro = proof(head=False)
+    if micro.refusal is not None and not accept:  # who accepts a meaning per microbatch wants no barrier
         micro = proof()
     if micro.refusal is not None and accept:
         micro = proof(accept=True)

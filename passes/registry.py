@@ -49,6 +49,7 @@ PASSES: dict[str, str] = {
     "one-microbatch": "hetjax.passes.one_microbatch:OneMicrobatch",
     "plan-stages": "hetjax.passes.plan_stages:PlanStages",
     "cut-stages": "hetjax.passes.cut_stages:CutStages",
+    "whole-sums": "hetjax.passes.whole_sums:WholeSums",
     "recompute-residuals": "hetjax.passes.recompute_residuals:RecomputeResiduals",
     "split-backward": "hetjax.passes.split_backward:SplitBackward",
     "shard-stages": "hetjax.passes.shard_stages:ShardStages",

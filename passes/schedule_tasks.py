@@ -40,7 +40,8 @@ class Schedule:
     kind: str = ""
 
     def apply(self, bundle: Bundle) -> Bundle:
-        if bundle.program is None:
+        program = bundle.program
+        if program is None:
             raise PassError(self.name, "needs a program; run cut-stages first")
         plan = bundle.plan
         kind = self.kind or (plan.schedule if plan else "1f1b")
@@ -49,10 +50,14 @@ class Schedule:
         # Without predicted times there is no scale to hold a link's seconds against.
         cluster = bundle.cluster if predicted and all(predicted) else None
         warmups = plan.warmups if plan and not self.kind else ()
-        tasks = schedule_tasks(bundle.program, kind, times, cluster, warmups)
-        if tasks == bundle.program.tasks and kind == bundle.program.schedule:
+        tasks = schedule_tasks(program, kind, times, cluster, warmups)
+        if tasks == program.tasks and kind == program.schedule:
             return bundle
-        return bundle.replace(program=bundle.program.replace(tasks=tasks, schedule=kind))
+        if head_fragments(program):
+            bundle = bundle.note(
+                "loss head", "it couples examples, so it runs once on the whole batch, between all forwards and all backwards"
+            )
+        return bundle.replace(program=program.replace(tasks=tasks, schedule=kind))
 
 
 def schedule_tasks(
@@ -146,13 +151,29 @@ def _microbatched(
     items: list[tuple[str, int | None, Fragment]] = [
         ("prologue", None, f) for f in mine if f.phase == "prologue"
     ]
+    updates = [f for f in mine if f.phase == "update"]
+    head = head_fragments(program)
+    if head:  # all forwards, the loss head on all of them, all backwards
+        items += [("F", t.microbatch, f) for t in compute if t.kind == "F" for f in by_kind["F"]]
+        items += [("update", None, f) for f in updates if f.name in head]
+        compute = tuple(t for t in compute if t.kind != "F")
+        updates = [f for f in updates if f.name not in head]
     whole = by_kind["I"] + by_kind["W"]
     for t in compute:
         if t.kind == "B" and by_kind["W"]:  # a whole backward of a stage that has it in two fragments
             items += [("W" if f.phase == "weight" else "I", t.microbatch, f) for f in whole]
         else:
             items += [(t.kind, t.microbatch, f) for f in (whole if t.kind == "B" else by_kind[t.kind])]
-    return items + [("update", None, f) for f in mine if f.phase == "update"]
+    return items + [("update", None, f) for f in updates]
+
+
+def head_fragments(program: Program) -> frozenset[str]:
+    """Returns the names of the fragments that run at full batch before the first backward; fragments are in order."""
+    phases = [f.phase for f in program.fragments]
+    if program.num_microbatches == 1 or "backward" not in phases:
+        return frozenset()
+    before = program.fragments[: phases.index("backward")]
+    return frozenset(f.name for f in before if f.phase == "update")
 
 
 class _Weaver:
@@ -196,6 +217,7 @@ class _Weaver:
                 once = reshard.form in ("sum", "last")
                 if once and microbatch not in (None, last):
                     continue
-                m = None if once or microbatch is None else microbatch
-                out.append(Task("send", s, m, reshard.name))
+                slices = microbatch is None and reshard.form == "micro" and last > 0
+                sent = range(last + 1) if slices else [None if once else microbatch]
+                out += [Task("send", s, m, reshard.name) for m in sent]
         return out

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from hetjax.ir.bundle import Bundle
-from hetjax.ir.errors import PassError
+from hetjax.ir.errors import PassError, PlanError
 from hetjax.ir.graph import Op, Ref
 from hetjax.ir.program import Fragment, Port, Program
 from hetjax.passes.schedules import schedule_info
@@ -44,6 +44,11 @@ class SplitBackward:
         wanted = self.always or (kind not in ("", "auto") and schedule_info(kind).split)
         if not wanted or program.num_microbatches == 1 or is_split(program):
             return bundle
+        if bundle.plan is not None and bundle.plan.sums == "whole":
+            raise PlanError(
+                f"schedule {kind or 'asked for'} runs weight gradients apart from the backward, and with sums='whole' they "
+                "all wait for the update; use another schedule, or sums=''"
+            )
         split = split_backward(program)
         return bundle if split is program else bundle.replace(program=split)
 

@@ -5,13 +5,15 @@
 FOLDER holds `NAME/run.py` with a `build()` (see `hetjax check --help`), and files with a dict `CASES` of
 functions that give (fn, args, meta). Each case runs in a process of its own with 2 stages, 2
 microbatches and 2 shards; one that is refused runs once more with one microbatch, one that is past its
-bound once more in double precision.
+bound once more with whole sums (`parallelize(sums="whole")`), and then in double precision.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -71,9 +73,10 @@ class Row:
       max_rel: the largest difference in units of its bound, times the relative bound; None if none ran.
       rtol: the relative bound.
       residual_bytes: kept from forward to backward, per microbatch.
-      reason: of a refusal or failure; the worst leaves where it is wrong.
+      reason: of a refusal or failure, or of fewer stages; the worst leaves where it is wrong.
       seconds: the run took.
       double: whether it ran in double precision.
+      sums: "whole" where it ran with `parallelize(sums="whole")`.
       stages: that ran; fewer than asked for where a function has no gradient whose forward could be cut.
     """
 
@@ -87,6 +90,7 @@ class Row:
     seconds: float = 0.0
     stages: int | None = None
     double: bool = False
+    sums: str = ""
 
 
 def cases_in(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, str]:
@@ -124,21 +128,51 @@ def run_case(name: str, target: str, steps: int, environment: dict[str, str]) ->
     if rows[0].verdict == "refused":
         rows.append(_check(name, target, 1, steps, environment))
     if rows[-1].verdict == "past its bound":
+        rows.append(_check(name, target, rows[-1].microbatches, steps, environment, sums="whole"))
+    if rows[-1].verdict == "past its bound":
         rows.append(_check(name, target, rows[-1].microbatches, steps, environment, double=True))
     return rows
 
 
 def is_right(rows: Sequence[Row]) -> bool:
-    """Returns whether a case is right; refused, then right with one microbatch; or right in double precision."""
+    """Returns whether a case is right, by the last of its runs."""
     return rows[-1].verdict == "right"
 
 
+def kept_rows(file: pathlib.Path | None, steps: int) -> dict[str, list[Row]]:
+    """Returns the rows by case that a file keeps of a run of the same code and number of steps."""
+    if file is None or not file.is_file():
+        return {}
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return {
+        line["rows"][0]["case"]: [Row(**r) for r in line["rows"]]
+        for line in lines if line["of"] == [_code_digest(), steps]
+    }
+
+
+def keep_rows(file: pathlib.Path | None, steps: int, rows: Sequence[Row]) -> None:
+    """Adds a case's rows to the file, if there is one."""
+    if file is not None:
+        with file.open("a") as out:
+            out.write(json.dumps({"of": [_code_digest(), steps], "rows": [dataclasses.asdict(r) for r in rows]}) + "\n")
+
+
+@functools.cache
+def _code_digest() -> str:
+    home = pathlib.Path(__file__).absolute().parents[1]
+    parts = ("ir", "passes", "runtime", "frontend", "planning", "cli")
+    files = sorted(path for part in parts for path in (home / part).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
 def _check(
-    name: str, target: str, microbatches: int, steps: int, environment: dict[str, str], *, double: bool = False
+    name: str, target: str, microbatches: int, steps: int, environment: dict[str, str], *, double: bool = False,
+    sums: str = "",
 ) -> Row:
     command = [
         sys.executable, "-c", "from hetjax.cli.main import main; main()", "check", target, "--stages", str(STAGES),
         "--microbatches", str(microbatches), "--mesh", f"{SHARDS},1", "--steps", str(steps), "--json", *(["--double"] if double else []),
+        *(["--sums", sums] if sums else []),
     ]  # fmt: skip
     start = time.monotonic()
     try:
@@ -150,7 +184,7 @@ def _check(
         report = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return Row(name, microbatches, "failed", reason=done.stderr.strip()[-400:], seconds=seconds)
-    return row_of(name, microbatches, report, seconds, double)
+    return dataclasses.replace(row_of(name, microbatches, report, seconds, double), sums=sums)
 
 
 def row_of(name: str, microbatches: int, report: dict[str, Any], seconds: float, double: bool = False) -> Row:
@@ -160,7 +194,9 @@ def row_of(name: str, microbatches: int, report: dict[str, Any], seconds: float,
     if report.get("max_rel") is None:
         return Row(name, microbatches, "failed", reason=report.get("error", ""), seconds=seconds, double=double)
     verdict = "right" if report["ok"] else "wrong" if double else "past its bound"
-    reason = "" if report["ok"] else "; ".join(w["path"] for w in report["worst"][:3])
+    reason = "; ".join(w["path"] for w in report["worst"][:3])
+    if report["ok"]:  # why there are fewer stages, where there are
+        reason = next((n.removeprefix("stages: ") for n in report.get("notes", ()) if n.startswith("stages: ")), "")
     return Row(
         name, microbatches, verdict, float(report["max_rel"]), report["rtol"], report["residual_bytes"], reason, seconds,
         report.get("stages"), double,
@@ -177,8 +213,10 @@ def markdown(rows: Sequence[Row]) -> str:
         "Max relative difference is the largest difference of any leaf in units of its bound, times the relative bound",
         "(1e-6 in f32, 1e-5 for moments, 1e-3 where the step computes in bf16). Residual bytes are what the forwards keep",
         "for the backwards, per microbatch.", "",
-        "A case past its bound runs again in double precision, both plain jit and hetjax, bounds 1e-9 and 1e-10: a mistake",
-        "in how the step was split shows there as well, rounding does not.", "",
+        "A case past its bound runs again with whole sums (`parallelize(sums=\"whole\")`, see docs/steps.md): no sum over",
+        "examples is split over devices or microbatches then, and plain jit's order of adding is kept. One still past its",
+        "bound runs in double precision, both plain jit and hetjax, bounds 1e-9 and 1e-10: a mistake in how the step was",
+        "split shows there as well, rounding does not.", "",
         "| case | stages | microbatches | shards | verdict | max relative difference | residual bytes |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -186,7 +224,7 @@ def markdown(rows: Sequence[Row]) -> str:
         rel = "" if r.max_rel is None else f"{r.max_rel:.1e}"
         kept = "" if r.residual_bytes is None else f"{r.residual_bytes:,}"
         verdict = r.verdict + (f": {_plain(r.reason)}" if r.reason else "")
-        name = r.case + (" in double precision" if r.double else "")
+        name = r.case + (" in double precision" if r.double else "") + (" with whole sums" if r.sums else "")
         lines.append(f"| {name} | {r.stages or STAGES} | {r.microbatches} | {SHARDS} | {verdict} | {rel} | {kept} |")
     return "\n".join(lines) + "\n"
 
@@ -205,10 +243,11 @@ def _plain(reason: str) -> str:
 @click.option("--cache", type=click.Path(path_type=pathlib.Path), default=CACHE, help="Where source distributions are kept.")
 @click.option("--offline", is_flag=True, help="Never download; cases whose source is not cached are left out.")
 @click.option("--write", type=click.Path(path_type=pathlib.Path), help="Write the table here, as Markdown.")
+@click.option("--resume", type=click.Path(path_type=pathlib.Path), help="Keep each case's rows here, and take those of a run of the same code.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def case_table(
     folder: pathlib.Path, only: tuple[str, ...], steps: int, jobs: int, cache: pathlib.Path, offline: bool,
-    write: pathlib.Path | None, as_json: bool,
+    write: pathlib.Path | None, resume: pathlib.Path | None, as_json: bool,
 ) -> None:
     """Run the cases of FOLDER with 2 stages, 2 microbatches and 2 shards.
 
@@ -232,11 +271,18 @@ def case_table(
         }
         if not cases:
             raise click.ClickException(f"{folder} holds no cases{f' named {only}' if only else ''}")
+        kept = kept_rows(resume, steps)
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            running = [pool.submit(run_case, n, t, steps, environment) for n, t in cases.items()]
+            running = {
+                n: None if n in kept else pool.submit(run_case, n, t, steps, environment) for n, t in cases.items()
+            }
             found = []
-            for job in running:
+            for name, job in running.items():
+                if job is None:
+                    found.append(kept[name])
+                    continue
                 found.append(job.result())
+                keep_rows(resume, steps, found[-1])
                 for r in found[-1]:
                     click.echo(f"{r.case}: {r.verdict} with {r.microbatches} microbatches, {r.seconds:.0f} s {r.reason}", err=True)
     rows = [r for group in found for r in group]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 @click.option("--atol", type=float, help="Bound relative to the largest leaf of the tree (f32: 1e-7).")
 @click.option("--per-microbatch", is_flag=True, help="Accept a step whose meaning is per microbatch.")
 @click.option("--crossing-dtype", metavar="TYPE", help="Round what crosses between stages: bfloat16, float8_e4m3fn, float8_e5m2.")
+@click.option("--sums", type=click.Choice(["whole"]), help="Make sums over examples whole, in plain jit's order.")
 @click.option("--axis-name", metavar="NAME", help="Bind this axis, for a step written for pmap.")
 @click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Devices that pmap ran on.")
 @click.option("--double", is_flag=True, help="Both sides in double precision: finds what is no rounding.")
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 def check(
     target: str, cluster: str | None, stages: int | None, microbatches: int | None, mesh: str | None,
     steps: int, rtol: float | None, atol: float | None, per_microbatch: bool, crossing_dtype: str | None,
-    axis_name: str | None, replicas: int, double: bool, rehearse: bool, as_json: bool,
+    sums: str | None, axis_name: str | None, replicas: int, double: bool, rehearse: bool, as_json: bool,
 ) -> int:
     """Run plain jit and hetjax side by side and compare every leaf of outputs and state.
 
@@ -58,7 +59,7 @@ def check(
         options={
             "cluster": cluster, "num_stages": stages, "num_microbatches": microbatches, "mesh": mesh,
             "per_microbatch": per_microbatch, "crossing_dtype": crossing_dtype, "rehearse": rehearse,
-            "axis_name": axis_name, "replicas": replicas,
+            "axis_name": axis_name, "replicas": replicas, "sums": sums,
         },
         progress=None if as_json else lambda line: click.echo(line, err=True),
     )

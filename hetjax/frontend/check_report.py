@@ -152,6 +152,8 @@ def run_check(
                 progress(parity)
     except (MicrobatchError, LoweringError) as error:
         return CheckReport(name, (), tolerance, error, notes=notes)
+    told = parallel._in_use().bundle.notes
+    notes = (*notes, *(f"{topic}: {sentence}" for topic, sentence in told if topic in ("stages", "sums")))
     return CheckReport(name, tuple(done), tolerance, None, parallel.stats(), notes)
 
 

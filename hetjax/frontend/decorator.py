@@ -13,7 +13,7 @@ from hetjax.frontend.parallel_function import BoundParallelFunction, ParallelFun
 from hetjax.frontend.planning import SEARCH_S, Options, parse_mesh
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import ClusterError, PlanError
-from hetjax.ir.plan import CROSSING_DTYPES, RECOMPUTE, Plan
+from hetjax.ir.plan import CROSSING_DTYPES, RECOMPUTE, SUMS, Plan
 from hetjax.passes.cost.store import store_digest
 
 MeshLike = str | Sequence[int] | Sequence[Sequence[int]] | None
@@ -32,7 +32,7 @@ def parallelize(
     per_microbatch: bool = False, crossing_dtype: str | None = None, axis_name: str | None = None,
     replicas: int = 1, recompute: str | None = None, rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
-    profiles: str | Path | None = None, search_s: float = SEARCH_S,
+    profiles: str | Path | None = None, search_s: float = SEARCH_S, sums: str = "",
 ) -> Any: ...
 
 
@@ -44,7 +44,7 @@ def parallelize(
     per_microbatch: bool = False, crossing_dtype: str | None = None, axis_name: str | None = None,
     replicas: int = 1, recompute: str | None = None, rehearse: bool | str = False,
     like: ParallelFunction | None = None, progress: Callable[[str, int, int], None] | None = None,
-    profiles: str | Path | None = None, search_s: float = SEARCH_S,
+    profiles: str | Path | None = None, search_s: float = SEARCH_S, sums: str = "",
 ) -> Any:
     """Returns the train step, run across the devices of a cluster with the numbers of plain jax.jit.
 
@@ -76,6 +76,9 @@ def parallelize(
         forward, "layer" all from what each layer was given, "stage" all from what the stage was given;
         "" keeps what the step keeps. None leaves it to the search, stage by stage ("layer" where only that
         fits, or is faster); where nothing is searched it keeps.
+      sums: "" lets each device, and each microbatch, add its part of a sum over examples; "whole" adds every
+        such sum in plain jit's order, on values gathered from devices and microbatches. That keeps a step's
+        activations and moves them; `explain()` tells how many bytes.
       rehearse: lets CPU devices stand for the cluster's. "timed" also lets stages and links take the
         seconds that the cost model gives the cluster's, in real time; a call then returns when the step
         has ended.
@@ -99,7 +102,7 @@ def parallelize(
             mesh=mesh, schedule=schedule, plan=plan, batch_argnums=batch_argnums, donate=donate,
             per_microbatch=per_microbatch, crossing_dtype=crossing_dtype, axis_name=axis_name, replicas=replicas,
             recompute=recompute, rehearse=rehearse, like=like, progress=progress, profiles=profiles,
-            search_s=search_s,
+            search_s=search_s, sums=sums,
         )
     if not callable(fn):
         raise PlanError(
@@ -116,6 +119,8 @@ def parallelize(
     )
     if recompute is not None and recompute not in RECOMPUTE:
         raise PlanError(f"recompute is {recompute!r}; it may be {', '.join(map(repr, RECOMPUTE))} or None")
+    if sums not in SUMS:
+        raise PlanError(f"sums is {sums!r}; it may be '' or 'whole'")
     options = Options(
         num_stages=num_stages, num_microbatches=num_microbatches, mesh=parse_mesh(mesh),
         schedule=None if schedule == "auto" else schedule, per_microbatch=per_microbatch,
@@ -123,7 +128,7 @@ def parallelize(
         plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
         profiles=str(profiles or ""), profiles_digest=store_digest(profiles) if profiles else "",
         axis=None if axis_name is None else (axis_name, replicas), recompute=recompute,
-        search_s=search_s,
+        search_s=search_s, sums=sums,
     )
     if isinstance(batch_argnums, (int, str)):
         batch_argnums = (batch_argnums,)

@@ -199,6 +199,9 @@ class ParallelFunction(Shown):
             return None  # an executable is gone, and what was kept has no equations to lower
         if refusal is not None:
             warn_of_one_microbatch(entry.graph, refusal)
+        for topic, sentence in bundle.notes:
+            if topic == "stages":
+                warnings.warn(f"{entry.graph.name}: {sentence}", UserWarning, stacklevel=2)
         return entry
 
     def _warn_of_new_shape(self, key: Any) -> None:

@@ -47,6 +47,7 @@ class Options:
       profiles_digest: of its content, so that a kept start rests on the same numbers.
       axis: name of an axis that was bound, and its replicas.
       recompute: "" keeps all residuals, other modes as in recompute-residuals; None leaves it to a search.
+      sums: "" in parts, or "whole", as in the plan.
       search_s: the most seconds a search for the plan may take; 0 for none.
     """
 
@@ -63,6 +64,7 @@ class Options:
     axis: tuple[str, int] | None = None
     recompute: str | None = None
     search_s: float = SEARCH_S
+    sums: str = ""
 
 
 def build_bundle(traced: Traced, cluster: Cluster, options: Options) -> Bundle:
@@ -145,7 +147,8 @@ def planned_bundle(traced: Traced, bundle: Bundle, options: Options) -> Bundle:
     bundle = bundle.replace(graph=graph, microbatching=micro, notes=(*bundle.notes, *notes))
     if plan is None:
         plan = plan_stages(graph, micro, cluster, request).with_(layer_edges=edges, recompute=options.recompute or "")
-        if reason := why_fewer_stages(graph, options.num_stages or 1, plan.num_stages):
+        asked = options.num_stages or len(options.mesh or ())  # one mesh alone is for as many stages as there are
+        if reason := why_fewer_stages(graph, asked, plan.num_stages):
             warnings.warn(f"{graph.name}: {reason}", UserWarning, stacklevel=2)
             bundle = bundle.replace(notes=(*bundle.notes, ("stages", reason)))
     elif plan.batch_size != max(1, batch_size_of(graph)):
@@ -155,6 +158,8 @@ def planned_bundle(traced: Traced, bundle: Bundle, options: Options) -> Bundle:
         )
     if options.crossing_dtype is not None:
         plan = dataclasses.replace(plan, crossing_dtype=options.crossing_dtype)
+    if options.sums:
+        plan = dataclasses.replace(plan, sums=options.sums)
     return lower(bundle.replace(plan=plan), donate=options.donate, profiles=options.profiles)
 
 

@@ -374,6 +374,8 @@ class _Finals:
             plan = dataclasses.replace(plan, recompute=self.options.recompute, recompute_stages=())
         if self.options.crossing_dtype is not None:
             plan = dataclasses.replace(plan, crossing_dtype=self.options.crossing_dtype)
+        if self.options.sums:
+            plan = dataclasses.replace(plan, sums=self.options.sums)
         bundle = Bundle(graph=graph, cluster=cluster, microbatching=micro, plan=plan)
         bundle = lower(bundle, donate=self.options.donate, profiles=self.options.profiles)
         estimate = estimate_program(bundle, judge=Judge.at(self.options.profiles))

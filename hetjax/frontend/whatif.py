@@ -206,7 +206,7 @@ def decisions_between(old: Plan, new: Plan) -> list[Row]:
     """Returns the decisions in which two plans differ."""
     decisions = [
         Row(name, str(getattr(old, name)), str(getattr(new, name)))
-        for name in ("num_microbatches", "schedule", "batch_size", "warmups", "crossing_dtype")
+        for name in ("num_microbatches", "schedule", "batch_size", "warmups", "crossing_dtype", "sums")
         if getattr(old, name) != getattr(new, name)
     ]
     if old.num_stages != new.num_stages:

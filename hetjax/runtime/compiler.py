@@ -88,6 +88,7 @@ def compile_program(
     served: list[tuple[Fragment, FragmentFunction, Any, Any]] = []
     for fragment, function in zip(program.fragments, functions):
         mesh = meshes[fragment.stage]
+        _refuse_ordered(fragment, mesh)
         code = _code_job(program, fragment, function, mesh)
         zeros = _zeros_job(program, fragment, function, mesh)
         jobs.setdefault(code.key, code)
@@ -149,6 +150,17 @@ def _compile_all(
     if store is not None and fresh and worth_keeping(time.perf_counter() - begin):
         kept.update(key for key in fresh if isinstance(key, str) and store.save(key, compiled[key]))
     return compiled, kept
+
+
+def _refuse_ordered(fragment: Fragment, mesh: Any) -> None:
+    """Raises where XLA cannot keep an order that the step asks for: on several devices."""
+    lost = [op for op in fragment.ops if op.eqn is not None and _jax.ordered_effects(op.eqn)]
+    if lost and mesh.devices.size > 1:
+        listed = "; ".join(dict.fromkeys(f"'{op.primitive}' at {op.source or 'an unknown line'}" for op in lost))
+        raise LoweringError(
+            f"{fragment.name} runs on {mesh.devices.size} devices, and JAX keeps the order of callbacks on one alone: "
+            f"{listed}. Drop ordered=True there, or give stage {fragment.stage} one device (mesh='1,1')"
+        )
 
 
 def _code_job(program: Program, fragment: Fragment, function: FragmentFunction, mesh: Any) -> _Job:

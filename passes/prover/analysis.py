@@ -26,7 +26,7 @@ from hetjax.passes.prover.reasons import refusal_at, sentence_for_sum
 
 
 def prove(
-    full: Graph, micro: Graph, num_microbatches: int, *, accept: bool = False, strict: bool = False
+    full: Graph, micro: Graph, num_microbatches: int, *, accept: bool = False, head: bool = True, strict: bool = False
 ) -> Microbatching:
     """Returns how each value of a step follows from its microbatches, or why one does not.
 
@@ -36,6 +36,8 @@ def prove(
       num_microbatches: M.
       accept: where the step cannot be proved, type it as it runs when each microbatch goes by its own
         statistics (the user's `per_microbatch`); the refusal is kept and `accepted` is set.
+      head: where the step cannot be proved otherwise, and not by `accept`, let a loss head that couples examples
+        run once at full batch.
       strict: let a failing rule raise instead of counting it as "cannot be typed"; for tests.
 
     Returns:
@@ -51,6 +53,10 @@ def prove(
         return _mismatch(full, micro, num_microbatches, e)
     typer = Typer(num_microbatches, strict)
     exact = _settled(full, pair, typer, inputs, accept=False)
+    if exact.refusal is not None and head and not accept:
+        whole = _settled(full, pair, typer, inputs, accept=False, head=True)
+        if whole.refusal is None and whole.resliced and whole.head_share() <= HEAD_SHARE:
+            return whole.result(micro)
     if exact.refusal is None or not accept:
         return exact.result(micro)
     own = _settled(full, pair, typer, inputs, accept=True)
@@ -58,11 +64,13 @@ def prove(
     return dataclasses.replace(own.result(micro), refusal=exact.refusal, accepted=True, chained=chained)
 
 
-def _settled(full: Graph, pair: Pair, typer: Typer, inputs: dict[Ref, Type], accept: bool) -> _Walk:
+def _settled(
+    full: Graph, pair: Pair, typer: Typer, inputs: dict[Ref, Type], accept: bool, head: bool = False
+) -> _Walk:
     """Walks until no more indices along the batch turn out to be wanted whole."""
     whole: set[Ref] = set()
     while True:
-        walk = _Walk(full, pair, typer, accept, frozenset(whole))
+        walk = _Walk(full, pair, typer, accept, frozenset(whole), head)
         walk.run(inputs)
         if walk.wanted_whole <= whole:
             return walk
@@ -88,6 +96,11 @@ def _mismatch(full: Graph, micro: Graph, num_microbatches: int, e: Mismatch) -> 
     return Microbatching(num_microbatches, micro, types, refusal=refusal)
 
 
+# The most of the forward's operations that may run once at full batch, while the stages wait: beyond, it is
+# no head, and a pipeline gains nothing.
+HEAD_SHARE = 0.25
+
+
 @dataclasses.dataclass
 class _Walk:
     """One pass over the ops.
@@ -96,6 +109,8 @@ class _Walk:
       typer: applies the rules.
       accept: whether to go on with each microbatch's own statistics where the proof fails.
       whole: refs of indices along the batch that an earlier pass found must come from the whole batch.
+      head: whether forward ops that couple examples may run once on the whole batch, between all forwards and
+        all backwards.
       types: of each ref so far.
       parametric: refs that depend on parameters.
       hoisted: refs computed once at full batch.
@@ -104,6 +119,10 @@ class _Walk:
       refusal: the first op that stops the proof.
       defined: position of the op that defines each ref.
       chained: where accepted, the old value of each running statistic by the new one.
+      resliced: with `head`, refs at full batch of which the backwards read slices.
+      read_by_head: with `head`, what its forward reads of the microbatches.
+      head_ops: with `head`, the forward ops in it.
+      following: refs of the microbatches that depend on `resliced`, and refs at full batch that depend on those.
     """
 
     full: Graph
@@ -111,6 +130,7 @@ class _Walk:
     typer: Typer
     accept: bool
     whole: frozenset[Ref]
+    head: bool = False
     types: dict[Ref, Type] = dataclasses.field(default_factory=dict)
     parametric: set[Ref] = dataclasses.field(default_factory=set)
     hoisted: set[Ref] = dataclasses.field(default_factory=set)
@@ -119,6 +139,10 @@ class _Walk:
     refusal: Refusal | None = None
     defined: dict[Ref, int] = dataclasses.field(default_factory=dict)
     chained: dict[Ref, Ref] = dataclasses.field(default_factory=dict)
+    resliced: set[Ref] = dataclasses.field(default_factory=set)
+    read_by_head: set[Ref] = dataclasses.field(default_factory=set)
+    head_ops: set[int] = dataclasses.field(default_factory=set)
+    following: set[Ref] = dataclasses.field(default_factory=set)
 
     def run(self, inputs: dict[Ref, Type]) -> None:
         full, types = self.full, self.types
@@ -167,6 +191,10 @@ class _Walk:
         kinds = {t.kind for t in ins}
         if self.accept and pairs_examples(line, self.pair.avals, self.pair.micro_avals):
             return self._set(i, op, self._local(line, ins))
+        if any(r in self.resliced or r in self.following for r in op.refs):
+            self.following.update(op.outputs)
+        if "U" in kinds and self.head and guarded and self._reslice(i, op, line):
+            return None
         if "U" in kinds:
             return self._step_level(i, op, line, ins, guarded, self._lateness(i, op))
         if "S" in kinds and after and op.outputs:
@@ -219,7 +247,11 @@ class _Walk:
         self, i: int, op: Op, line: Line, ins: list[Type], guarded: bool, why: tuple[int, Untypable]
     ) -> None:
         """Computes an op after the microbatches, at full batch, unless the microbatches wait for it."""
-        if guarded and any(t.kind in "BI" for t in ins) and self.refusal is None:
+        if guarded and self.head and self._may_wait(op):
+            if op.region == "forward":
+                self.head_ops.add(i)
+                self.read_by_head.update(r for r in op.refs if self.types[r].kind in "BI")
+        elif guarded and any(t.kind in "BI" for t in ins) and self.refusal is None:
             at, error = why
             self.refusal = refusal_at(self.full, at, error, reader=None if at == i else i)
         if guarded and self.accept:
@@ -229,6 +261,44 @@ class _Walk:
         for r in op.outputs:
             self.types[r] = STEP_LEVEL
             self.cause[r] = why
+
+    def _may_wait(self, op: Op) -> bool:
+        """Returns whether an op may run at full batch between forwards and backwards."""
+        updated = any(r in self.defined and self.full.ops[self.defined[r]].region == "update" for r in op.refs)
+        return not updated and not any(r in self.following for r in op.refs)
+
+    def _reslice(self, i: int, op: Op, line: Line) -> bool:
+        """Types a backward op that reads both what the head made and what the microbatches kept: by slices.
+
+        A slice of a value that is whole is what type B says, whatever the value is, so this needs no rule.
+        """
+        kept = [
+            r for r in op.refs
+            if self.types[r].kind in "BI" and r in self.parametric and r not in self.read_by_head
+        ]
+        late = [r for r in op.refs if self.types[r].kind == "U"]
+        updated = any(r in self.defined and self.full.ops[self.defined[r]].region == "update" for r in late)
+        if op.region != "backward" or not kept or updated or any(r in self.following for r in late):
+            return False
+        before = {r: self.types[r] for r in late}
+        try:
+            for r in late:
+                axis = self._axis(r)
+                self.types[r] = REPLICATED if axis is None else BatchType("B", 0, axis)
+            outs = self._type(line, [a.type if isinstance(a, PairLiteral) else self.types[a] for a in line.inputs])
+        except Untypable:
+            self.types.update(before)
+            return False
+        self.resliced.update(late)
+        self.following.update(op.outputs)
+        self._set(i, op, outs)
+        return True
+
+    def head_share(self) -> float:
+        """Returns the share of the forward's operations that run in the head; 1.0 where costs are not known."""
+        flops = lambda ops: sum(op.cost.flops for op in ops if op.cost is not None)  # noqa: E731
+        forward = flops(op for op in self.full.ops if op.region == "forward")
+        return flops(self.full.ops[i] for i in self.head_ops) / forward if forward else 1.0
 
     def _local(self, line: Line, ins: list[Type]) -> list[Type]:
         return local_types(self.typer, line, ins, self.pair.avals, self.pair.micro_avals)
@@ -286,5 +356,5 @@ class _Walk:
         return Microbatching(
             self.typer.num_microbatches, micro, tuple(final),
             with_followers(self.full, self.types, self.parametric, self.hoisted),
-            frozenset(positions), self.refusal,
+            frozenset(positions), self.refusal, resliced=frozenset(self.resliced),
         )

@@ -55,12 +55,14 @@ def replay(
     """
     inputs = dict(zip((a.ref for a in full.inputs), values)) | dict(full.consts)
     whole = _run(full.ops, full, inputs)
-    early, parts = _microbatches(full, proof, inputs)
+    early, parts = _microbatches(full, proof, {**inputs, **{r: whole[r] for r in proof.resliced}})
     found = _Comparison(full, proof, whole, tolerance)
     for i, op in enumerate(full.ops):
         for r in op.outputs:
             if r in early:
                 found.compare(i, r, early[r])
+            elif r in proof.resliced:
+                continue  # made at full batch: compared with the step level, below
             elif proof.types[r].kind != "U":
                 found.compare_parts(i, r, [part[r] for part in parts])
     # A value that agrees with its type is the whole value: the step level starts from those.
@@ -81,16 +83,40 @@ def execute(full: Graph, proof: Microbatching, values: Sequence[Any]) -> list[An
       values: one array per input of `full`; captured arrays may be left out.
     """
     inputs = dict(zip((a.ref for a in full.inputs), values)) | dict(full.consts)
+    if proof.resliced:
+        # All forwards, then what the head makes of them; the backwards follow with slices of that.
+        inputs |= {r: v for r, v in _put_together(full, proof, inputs).items() if r in proof.resliced}
+    joined = _put_together(full, proof, inputs)
+    return [
+        joined[r.atom] if isinstance(r.atom, int) else np.asarray(r.atom.value) for r in full.outputs
+    ]
+
+
+def _put_together(full: Graph, proof: Microbatching, inputs: Mapping[Ref, Any]) -> dict[Ref, Any]:
+    """Returns every value at full batch, by the types; where `inputs` lack resliced values, what is had without them."""
     early, parts = _microbatches(full, proof, inputs)
     joined = {**inputs, **early}
     for op in full.ops:
         for r in op.outputs:
-            if r not in joined and proof.types[r].kind != "U":
+            if r not in joined and r in parts[0] and not _at_full_batch(proof, r):
                 joined[r] = _joined([part[r] for part in parts], proof.types[r])
     joined.update(_step_level(full, proof, joined))
-    return [
-        joined[r.atom] if isinstance(r.atom, int) else np.asarray(r.atom.value) for r in full.outputs
-    ]
+    return joined
+
+
+def _at_full_batch(proof: Microbatching, ref: Ref) -> bool:
+    return proof.types[ref].kind == "U" or ref in proof.resliced
+
+
+def _without(ops: Sequence[Op], missing: set[Ref]) -> list[Op]:
+    """Returns the ops that do not wait, through any number of others, for refs that are missing."""
+    lost, out = set(missing), []
+    for op in ops:
+        if lost & set(op.refs):
+            lost.update(op.outputs)
+        else:
+            out.append(op)
+    return out
 
 
 def _microbatches(
@@ -98,9 +124,10 @@ def _microbatches(
 ) -> tuple[dict[Ref, Any], list[dict[Ref, Any]]]:
     """Returns the hoisted values, and every microbatch's values."""
     early = _hoisted_values(full, proof, inputs)
-    late = {r for r, t in enumerate(proof.types) if t.kind == "U"} | proof.hoisted
+    late = {r for r, t in enumerate(proof.types) if t.kind == "U"} | proof.hoisted | proof.resliced
     ops = [op for op in proof.graph.ops if not late & set(op.outputs)]
     given = {**inputs, **early}
+    ops = _without(ops, set(proof.resliced) - set(given))
     return early, [
         _run(ops, proof.graph, _slices(proof, given, m)) for m in range(proof.num_microbatches)
     ]
@@ -108,7 +135,9 @@ def _microbatches(
 
 def _step_level(full: Graph, proof: Microbatching, env: Mapping[Ref, Any]) -> dict[Ref, Any]:
     """Returns the values of kind U, computed at full batch from the others."""
-    ops = [op for op in full.ops if any(proof.types[r].kind == "U" for r in op.outputs)]
+    ops = [op for op in full.ops if any(_at_full_batch(proof, r) for r in op.outputs)]
+    known, made = set(env), {r for op in ops for r in op.outputs}
+    ops = _without(ops, {r for op in ops for r in op.refs} - known - made)
     made = {r for op in ops for r in op.outputs}
     out = _run(ops, full, {r: v for r, v in env.items() if r not in made})
     return {r: out[r] for r in made}

@@ -1,0 +1,214 @@
+"""whole-sums: what an op adds up is whole on every device that adds it, in plain jit's order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+from hetjax.ir import _jax
+from hetjax.ir.bundle import Bundle
+from hetjax.ir.errors import LoweringError, PassError
+from hetjax.ir.exporter import to_jax_aval
+from hetjax.ir.graph import Aval, Op, Ref
+from hetjax.ir.importer import encoded_params
+from hetjax.ir.program import Fragment, Program, StageMesh
+from hetjax.passes.partition import partition
+
+# Reductions whose result depends on the order, and the parameter that holds what they reduce.
+_REDUCTIONS = {"reduce_sum": "axes", "reduce_prod": "axes", "reduce": "dimensions"}
+_RUNNING = frozenset({"cumsum", "cumprod", "cumlogsumexp"})
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeSums:
+    """Constrains every dimension that an op sums over to be on each device of its stage.
+
+    Before: each device of a stage adds the examples it has, and the parts are added: `all_reduce` of a gradient.
+    After:  the examples are gathered (`all_gather` of activations) and added in one order, that of one device.
+    Examples stay split wherever nothing is summed over them. That sums over the batch wait for all microbatches
+    is the work of cut-stages, where the plan asks for whole sums.
+    """
+
+    name: ClassVar[str] = "whole-sums"
+    summary: ClassVar[str] = "let no device add a part of a sum: gather what is added, in plain jit's order"
+    requires: ClassVar[tuple[str, ...]] = ("program",)
+
+    def apply(self, bundle: Bundle) -> Bundle:
+        program = bundle.program
+        if program is None:
+            raise PassError(self.name, "needs a program; run cut-stages and shard-stages first")
+        changed = whole_sums(program)
+        bundle = bundle if changed is program else bundle.replace(program=changed)
+        for sentence in _told(program, changed):
+            bundle = bundle.note("sums", sentence)
+        return bundle
+
+
+def whole_sums(program: Program) -> Program:
+    """Returns the program with what its ops sum over constrained; the same object where no stage has two devices."""
+    work = _Work(program)
+    fragments = tuple(work.fragment(f) for f in program.fragments)
+    if all(a is b for a, b in zip(fragments, program.fragments)):
+        return program
+    return program.replace(fragments=fragments, avals=tuple(work.avals), micro_avals=tuple(work.micro))
+
+
+def summed_dims(eqn: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (position of the operand, dimensions that are summed over) of an equation; [] where none is."""
+    name, params = eqn.primitive.name, eqn.params
+    ndim = lambda k: len(eqn.invars[k].aval.shape)  # noqa: E731
+    if name in _REDUCTIONS:
+        return [(k, tuple(params[_REDUCTIONS[name]])) for k in range(len(eqn.invars)) if ndim(k)]
+    if name in _RUNNING:
+        return [(0, (params["axis"],))]
+    if name == "dot_general":
+        left, right = params["dimension_numbers"][0]
+        return [(0, tuple(left)), (1, tuple(right))]
+    if name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        return [(0, tuple(numbers.lhs_spec[1:])), (1, tuple(numbers.rhs_spec[1:]))]
+    if name == "scatter-add":
+        window = params["dimension_numbers"].update_window_dims
+        return [(1, tuple(range(ndim(1)))), (2, tuple(d for d in range(ndim(2)) if d not in window))]
+    return []
+
+
+class _Work:
+    """A program while its fragments are changed one by one."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.avals, self.micro = list(program.avals), list(program.micro_avals)
+
+    def fragment(self, fragment: Fragment) -> Fragment:
+        mesh = self.program.meshes[fragment.stage]
+        if len(mesh.devices) == 1:
+            return fragment
+        ops: list[Op] = []
+        for op in fragment.ops:
+            ops += self.constrained(_nested(op, mesh), mesh, fragment.per_microbatch)
+        same = len(ops) == len(fragment.ops) and all(a is b for a, b in zip(ops, fragment.ops))
+        return fragment if same else dataclasses.replace(fragment, ops=tuple(ops))
+
+    def constrained(self, op: Op, mesh: StageMesh, per_microbatch: bool) -> list[Op]:
+        """Returns the op, after a constraint on each operand that it sums over."""
+        before, read = [], list(op.inputs)
+        for k, dims in summed_dims(op.eqn) if op.eqn is not None else ():
+            ref = read[k]
+            if not dims or not isinstance(ref, int):
+                continue
+            aval = (self.micro if per_microbatch else self.avals)[ref]
+            read[k] = whole = self.value(ref)
+            before.append(_constraint_op(aval, ref, whole, dims, mesh, op))
+        return [*before, dataclasses.replace(op, inputs=tuple(read))] if before else [op]
+
+    def value(self, like: Ref) -> Ref:
+        self.avals.append(self.avals[like])
+        self.micro.append(self.micro[like])
+        return len(self.avals) - 1
+
+
+def _constraint_op(aval: Aval, ref: Ref, whole: Ref, dims: tuple[int, ...], mesh: StageMesh, op: Op) -> Op:
+    var = _jax.new_var(to_jax_aval(aval))
+    eqn = _constraint(var, _jax.new_var(var.aval), dims, mesh, op.eqn)
+    params = tuple(sorted(encoded_params(eqn.params).items()))
+    return Op(
+        eqn.primitive.name, (ref,), (whole,), params, region=op.region, block=op.block, source=op.source,
+        scopes=op.scopes, eqn=eqn,
+    )
+
+
+def _constraint(value: Any, whole: Any, dims: tuple[int, ...], mesh: StageMesh, near: Any) -> Any:
+    template = _template(value.aval, dims, mesh.axes)
+    return template.replace(invars=[value], outvars=[whole], source_info=near.source_info)
+
+
+@functools.lru_cache(maxsize=1024)
+def _template(aval: Any, dims: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> Any:
+    """Returns the equation of a constraint; the runtime puts it on the mesh of the stage."""
+    import jax
+
+    names, sizes = zip(*axes)
+    mesh = jax.sharding.AbstractMesh(sizes, names)
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    spec = jax.sharding.PartitionSpec(*(None if d in dims else free for d in range(len(aval.shape))))
+    return _jax.constraint_equation(aval, jax.sharding.NamedSharding(mesh, spec))
+
+
+# -- loops, checkpointed blocks, branches, calls: what they sum inside ---------------------------------------------
+
+
+def _nested(op: Op, mesh: StageMesh) -> Op:
+    if op.eqn is None:
+        return op
+    eqn = _nested_equation(op.eqn, mesh)
+    if eqn is op.eqn:
+        return op
+    return dataclasses.replace(op, eqn=eqn, params=tuple(sorted(encoded_params(eqn.params).items())))
+
+
+def _nested_equation(eqn: Any, mesh: StageMesh) -> Any:
+    params = {name: _value(value, mesh) for name, value in eqn.params.items()}
+    return eqn if all(params[n] is v for n, v in eqn.params.items()) else eqn.replace(params=params)
+
+
+def _value(value: Any, mesh: StageMesh) -> Any:
+    if isinstance(value, (tuple, list)) and any(_jax.as_jaxpr(v) is not None for v in value):
+        out = [_value(v, mesh) for v in value]
+        return value if all(a is b for a, b in zip(out, value)) else type(value)(out)
+    held = _jax.as_jaxpr(value)
+    if held is None:
+        return value
+    eqns: list[Any] = []
+    for eqn in held[0].eqns:
+        before, read = [], list(eqn.invars)
+        for k, dims in summed_dims(eqn):
+            if dims and not _jax.is_literal(read[k]):
+                whole = _jax.new_var(read[k].aval)
+                before.append(_constraint(read[k], whole, dims, mesh, eqn))
+                read[k] = whole
+        inner = _nested_equation(eqn, mesh)
+        eqns += [*before, inner.replace(invars=read)] if before else [inner]
+    if len(eqns) == len(held[0].eqns) and all(a is b for a, b in zip(eqns, held[0].eqns)):
+        return value
+    jaxpr = held[0].replace(eqns=eqns)
+    return jaxpr if isinstance(value, _jax.Jaxpr) else _jax.ClosedJaxpr(jaxpr, held[1])
+
+
+def _told(before: Program, after: Program) -> list[str]:
+    """Returns what whole sums cost, in sentences."""
+    out = []
+    if after is not before:
+        moved = [_moved_bytes(p) for p in (before, after)]
+        told = "" if None in moved else (
+            f": {moved[1]:.0f} bytes a step are exchanged inside stages, {moved[0]:.0f} where each device adds a part"
+        )
+        out.append(f"no sum is split over the devices of a stage{told}")
+    num = after.num_microbatches
+    if num > 1:
+        late = {(f.stage, p.ref) for f in after.fragments for p in f.inputs if p.form == "concat"}
+        kept = num * sum(after.micro_avals[r].nbytes for _, r in late)
+        out.append(f"sums over the batch wait for all {num} microbatches: {kept} bytes are kept for them until the update")
+        parts = {p.ref for f in after.fragments for p in f.outputs if p.form == "sum"}
+        if parts:
+            out.append(f"{len(parts)} sums made inside loops over layers, beside other values, are added by microbatch")
+    return out
+
+
+def _moved_bytes(program: Program) -> float | None:
+    """Returns the bytes that devices exchange inside stages in a step, by Shardy; None where it cannot tell."""
+    total = 0.0
+    for f in program.fragments:
+        mesh = program.meshes[f.stage]
+        if len(mesh.devices) == 1:
+            continue
+        avals = program.micro_avals if f.per_microbatch else program.avals
+        inputs, outputs = ({p.ref: p.spec for p in ports} for ports in (f.inputs, f.outputs))
+        try:
+            found = partition(f.ops, avals, inputs, outputs, mesh.axes)
+        except LoweringError:
+            return None
+        times = program.num_microbatches if f.per_microbatch else 1
+        total += times * sum(c.nbytes for c in found.collectives)
+    return total
