@@ -198,7 +198,7 @@ def scrub(as_json: bool, **given: Any) -> int:
 @ckpt.command()
 @_options
 def repair(as_json: bool, **given: Any) -> int:
-    """Rebuilds damaged blocks and what lost agents held, onto agents that have nothing of a step."""
+    """Rebuilds damaged blocks and what lost agents held, and strengthens what too few agents took."""
     from hetjax.eccheck.mend import mend
 
     client = _client(**given)
@@ -215,9 +215,12 @@ def repair(as_json: bool, **given: Any) -> int:
         for r in report["repaired"]:
             click.echo(f"{r['name']}@{r['step']}: position {r['position']} of group {r['group']} on "
                        f"{r['agent']}, {r['bytes']} bytes")
+        for r in report["strengthened"]:
+            click.echo(f"{r['name']}@{r['step']}: made again, survives {r['survives']} losses instead of "
+                       f"{r['survived']}")
         for line in report["failed"]:
             click.echo(line, err=True)
-        click.echo(f"{len(report['repaired'])} repaired, {len(report['failed'])} failed")
+        click.echo(f"{len(report['repaired'])} repaired, {len(report['strengthened'])} made stronger, {len(report['failed'])} failed")
 
     return _print(as_json, result, table)
 

@@ -25,6 +25,7 @@ from hetjax.eccheck import wire
 from hetjax.eccheck.arena import Arena
 from hetjax.eccheck.config import Tls, is_address, is_plain
 from hetjax.eccheck.layout import Layout
+from hetjax.eccheck.manifest import save_of
 from hetjax.eccheck.pace import RateLimit
 from hetjax.eccheck.peer import Credentials, Pool
 from hetjax.eccheck.store import COMMITTED, OPEN, PREPARED, Entry, Refused, Store
@@ -184,6 +185,7 @@ class Agent:
             epoch=int(header["epoch"]), group=int(header["group"]),
             position=int(header["position"]), layout=Layout.from_json(header["layout"]),
             live=set(map(str, header["live"])), protect=set(map(str, header["protect"])),
+            keep_all=bool(header.get("keep_all")),
         )
         return {"chunk_offsets": entry.chunk_offsets, "evicted": evicted, "id": self.id}
 
@@ -242,11 +244,11 @@ class Agent:
 
     def _op_retain(self, header: dict[str, Any], payload: memoryview) -> dict[str, Any]:
         """Frees the committed objects of a name that are not live."""
-        live, name = set(map(str, header["live"])), str(header["name"])
+        live, name = {save_of(str(o)) for o in header["live"]}, str(header["name"])
         with self.store.lock:
             dead = [
                 e.oid for e in self.store.entries.values()
-                if e.name == name and e.state == COMMITTED and e.oid not in live
+                if e.name == name and e.state == COMMITTED and save_of(e.oid) not in live
             ]
             return {"dropped": sum(self.store.drop(oid) for oid in dead)}
 

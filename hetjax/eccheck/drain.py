@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetjax.eccheck.layout import Layout, place
-from hetjax.eccheck.manifest import Manifest, parse_manifest
+from hetjax.eccheck.manifest import Manifest, parse_manifest, save_of
 from hetjax.eccheck.sources import MappedSource
 from hetjax.eccheck.store import COMMITTED, PREPARED, Entry
 from hetjax.ir.errors import CheckpointError
@@ -120,7 +120,7 @@ def drain_agent(
         done()
         for entry in entries:
             older = entry.step < newest.get(entry.name, -1) and entry.state == COMMITTED
-            if older and entry.oid in agent.store.protected.get(entry.name, ()):
+            if older and save_of(entry.oid) in agent.store.protected.get(entry.name, ()):
                 total += write_entry(agent, entry, root)
     except OSError as error:
         raise CheckpointError(f"cannot drain to {directory}: {error}") from error

@@ -25,7 +25,7 @@ from hetjax.eccheck import wishes
 from hetjax.eccheck.client import warn
 from hetjax.eccheck.config import Config
 from hetjax.eccheck.drain import find_drained
-from hetjax.eccheck.manifest import parse_manifest
+from hetjax.eccheck.manifest import parse_manifest, save_of
 from hetjax.eccheck.reader import Found, ObjectReader
 from hetjax.eccheck.sidecar import is_tree, item_names, restore_files, save_files
 from hetjax.eccheck.tier import item_name, tier_of
@@ -259,7 +259,7 @@ class ECCheckpointManager(ocp.AbstractCheckpointManager):
         tier.client.pool.each(tier.config.agents, lambda a: tier.client.pool.peer(a).call(
             "drop", oids=[oid], timeout_s=tier.config.rpc_timeout_s))
         for folder in find_drained(tier.drain_dir(), tier.config.job):
-            if folder.name == oid and tier.writers()[0] == 0:
+            if save_of(folder.name) == save_of(oid) and tier.writers()[0] == 0:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_memory(self, step: int, args: Any, metrics: Any) -> bool:

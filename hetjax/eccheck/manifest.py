@@ -23,6 +23,16 @@ FORMAT = 1
 LIMIT_BYTES = 1 << 30
 
 
+def save_of(oid: str) -> str:
+    """Returns the name of the save that an object holds: made again with another code, it keeps that."""
+    return oid.partition("~")[0]
+
+
+def remade(oid: str) -> str:
+    """Returns a name for an object that holds the same save as another."""
+    return f"{save_of(oid)}~{int(oid.partition('~')[2] or 0) + 1}"
+
+
 @dataclass(frozen=True)
 class Manifest:
     """One object.

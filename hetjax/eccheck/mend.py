@@ -10,22 +10,24 @@ import numpy as np
 from hetjax.eccheck.client import Client
 from hetjax.eccheck.layout import place
 from hetjax.eccheck.reader import Found, ObjectReader, survey
+from hetjax.eccheck.strengthen import strengthen
 from hetjax.ir.errors import CheckpointError
 from hetjax.kernels.erasure import Code
 
 
 def mend(client: Client, told: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
-    """Rebuilds damaged and missing positions of every committed step.
+    """Rebuilds damaged and missing positions of every committed step, and makes weak ones stronger.
 
     A missing position goes to its old address if that agent is alive and has nothing of the group,
     else to another agent that has nothing of it. A step that lost too much is reported, not touched.
+    A step that too few agents took, so that it survives less than was asked for, is made again.
 
     Args:
       client: connections.
       told: called with (done, total).
 
     Returns:
-      {"repaired": [...], "failed": [...]}.
+      {"repaired": [...], "strengthened": [...], "failed": [...]}.
     """
     seen = survey(client)
     tasks: list[tuple[Found, int, int, str]] = []
@@ -71,8 +73,19 @@ def mend(client: Client, told: Callable[[int, int], None] = lambda done, total: 
         if reply["bytes"]:
             repaired.append({"name": found.name, "step": found.step, "group": group,
                              "position": position, "agent": target, "bytes": reply["bytes"]})
+    strengthened = []
+    for found in seen.found:
+        if found.missing():
+            continue
+        try:
+            stronger = strengthen(client, found)
+        except CheckpointError as error:
+            failed.append(f"{found.name}@{found.step}: not made stronger: {error}")
+            continue
+        if stronger is not None:
+            strengthened.append(stronger)
     told(len(tasks), len(tasks))
-    return {"repaired": repaired, "failed": failed}
+    return {"repaired": repaired, "strengthened": strengthened, "failed": failed}
 
 
 def verify_object(client: Client, found: Found) -> dict[str, Any]:

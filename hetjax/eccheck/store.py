@@ -22,6 +22,7 @@ import numpy as np
 
 from hetjax.eccheck.arena import Arena
 from hetjax.eccheck.layout import Layout, Placement, place
+from hetjax.eccheck.manifest import save_of
 from hetjax.ir.errors import CheckpointError
 
 OPEN, PREPARED, COMMITTED = "open", "prepared", "committed"
@@ -187,13 +188,14 @@ class Store:
 
     def begin(
         self, *, oid: str, name: str, step: int, epoch: int, group: int, position: int,
-        layout: Layout, live: set[str], protect: set[str],
+        layout: Layout, live: set[str], protect: set[str], keep_all: bool = False,
     ) -> tuple[Entry, list[dict[str, Any]]]:
         """Allocates a new object; frees what is no longer wanted first.
 
         Args:
           live: objects of this name that a directory still lists; all others are freed.
           protect: objects never to be overwritten (the newest recoverable step).
+          keep_all: free nothing and remember nothing: a save is made again, and is no news.
 
         Returns:
           The entry, and summaries of the live objects that had to make room.
@@ -205,29 +207,39 @@ class Store:
             self.fence(epoch)
             if oid in self.entries:
                 raise Refused("failed_precondition", f"object {oid} exists")
-            self.protected[name] = set(protect)
             if not 0 <= position < layout.n:
                 raise Refused("invalid_argument", f"position {position} of {layout.n}")
+            if keep_all:
+                entry = self._allocate(oid, name, step, epoch, group, position, layout)
+                if entry is None:
+                    raise Refused("resource_exhausted", self._no_room(name, step, position, layout))
+                self.entries[oid] = entry
+                return entry, []
+            self.protected[name] = {save_of(o) for o in protect}
+            wanted = {save_of(o) for o in live} | self.protected[name]
             for entry in list(self.entries.values()):
                 if entry.name != name:
                     continue
-                if entry.oid not in protect and entry.oid not in live:
+                if save_of(entry.oid) not in wanted:
                     self.drop(entry.oid)
-                elif entry.state == PREPARED:
+                elif entry.state == PREPARED and entry.oid in live | protect:
                     # The coordinator counts it among the committed: the word was lost on its way.
                     entry.state = COMMITTED
             entry = self._allocate(oid, name, step, epoch, group, position, layout)
             evicted = []
             while entry is None:
                 victims = [
-                    e for e in self.entries.values()
-                    if e.name == name and e.state == COMMITTED and e.oid not in protect
+                    e for e in self.entries.values() if e.name == name and (
+                        (e.state == COMMITTED and save_of(e.oid) not in self.protected[name])
+                        or (e.state == OPEN and e.oid != save_of(e.oid))  # being made again: can wait
+                    )
                 ]
                 if not victims:
                     raise Refused("resource_exhausted", self._no_room(name, step, position, layout))
-                victim = min(victims, key=lambda e: (e.step, e.created_s))
-                evicted.append(victim.summary())
-                self.evictions += 1
+                victim = min(victims, key=lambda e: (e.state == COMMITTED, e.step, e.created_s))
+                if victim.state == COMMITTED:
+                    evicted.append(victim.summary())
+                    self.evictions += 1
                 self.drop(victim.oid)
                 entry = self._allocate(oid, name, step, epoch, group, position, layout)
             self.entries[oid] = entry

@@ -16,6 +16,7 @@ import numpy as np
 from hetjax.eccheck import together
 from hetjax.eccheck.client import Client, warn
 from hetjax.eccheck.config import Config, load_config
+from hetjax.eccheck.manifest import save_of
 from hetjax.eccheck.reader import Found, ObjectReader, Survey, survey
 from hetjax.eccheck.snapshot import Snapshot, take
 from hetjax.eccheck.writer import Request, Saved, is_stale, save_object
@@ -211,7 +212,8 @@ class Tier:
           CheckpointError: nobody holds it, or too little of it is left; says what is missing.
         """
         seen = self.survey(name)
-        found = next((f for f in seen.found if f.oid == oid), None)
+        same = [f for f in seen.found if save_of(f.oid) == save_of(oid)]
+        found = max(same, key=lambda f: (not f.missing(), f.margin()), default=None)
         if found is None:
             silent = "; ".join(f"{a}: {why}" for a, why in seen.silent.items())
             raise CheckpointError(

@@ -15,8 +15,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from hetjax.kernels.erasure import block_sums, combine
 from hetjax.kernels.erasure.field import generator
 
 ATTEMPTS = 2
+WANTED = "wanted_code"  # in a manifest's extra: [k, m] where fewer agents than that took the save
 _log = logging.getLogger("hetjax.eccheck")
 
 
@@ -217,11 +218,47 @@ def _save(
     alive: dict[str, dict[str, Any]], silent: dict[str, str], joins: list[dict[str, Any]],
     wait_s: float,
 ) -> Saved:
-    config, oid, epoch = client.config, new_oid(), client.epoch(alive)
     leaves = merge_leaves([join["leaves"] for join in joins])
-    layouts, notes = _layouts(client, alive, silent, joins)
+    layouts, notes = lay_out(client, alive, silent, joins)
+
+    def write(plan: dict[str, Any]) -> None:
+        if request.count > 1:
+            _post(client, lead, box + "/plan", 0, plan)
+        write_bytes(client, snapshot, request.writer, plan)
+        if request.count > 1:
+            sealed = _collect(client, lead, box + "/sealed", request.count - 1, wait_s)
+            trouble = [t for t in sealed if t]
+            if trouble:
+                raise AgentError("; ".join(trouble), code="aborted", address=lead)
+
+    if min(lay.m for lay in layouts) < client.config.m:  # so that a repair knows what was asked for
+        request = replace(request, extra={**request.extra, WANTED: [client.config.k, client.config.m]})
+    saved = commit_object(client, request, layouts, leaves, new_oid(), client.epoch(alive), write)
+    return replace(saved, notes=(*notes, *saved.notes))
+
+
+def commit_object(
+    client: Client, request: Request, layouts: tuple[Layout, ...], leaves: list[Any], oid: str,
+    epoch: int, write: Callable[[dict[str, Any]], None], *, remakes: float = 0.0,
+) -> Saved:
+    """Allocates an object on its agents, has its bytes written, makes parity, and commits it.
+
+    Args:
+      client: connections.
+      request: what it is; `live` and `protect` say what stays.
+      layouts: a layout a group.
+      leaves: the tree's leaves.
+      oid: its name.
+      epoch: start of the job it belongs to.
+      write: given the plan, writes all bytes of all writers.
+      remakes: when the save was made that this holds once more, seconds since 1970; 0 for a new save.
+
+    Raises:
+      CheckpointError: it could not be committed; nothing of it is left.
+    """
+    config, notes = client.config, []
     members = [(g, p, a) for g, lay in enumerate(layouts) for p, a in enumerate(lay.members)]
-    total = sum(join["bytes"] for join in joins)
+    total = sum(size for lay in layouts for _, _, size in lay.writers)
     bulk_s, small_s = config.bulk_timeout_s(4 * total), config.rpc_timeout_s
 
     def every(op: str, timeout_s: float, **fields: Any) -> dict[tuple[int, int], dict[str, Any]]:
@@ -242,7 +279,7 @@ def _save(
         return client.pool.peer(address).call(
             "begin", oid=oid, name=request.name, step=request.step, epoch=epoch, group=group,
             position=position, layout=layouts[group].to_json(), live=list(request.live),
-            protect=list(request.protect), timeout_s=small_s,
+            protect=list(request.protect), keep_all=bool(remakes), timeout_s=small_s,
         )[0]
 
     try:
@@ -255,21 +292,14 @@ def _save(
             "offsets": {a: reply["chunk_offsets"] for (_, _, a), reply in begun},
             "ids": {a: reply["id"] for (_, _, a), reply in begun},
         }
-        if request.count > 1:
-            _post(client, lead, box + "/plan", 0, plan)
-        write_bytes(client, snapshot, request.writer, plan)
-        if request.count > 1:
-            sealed = _collect(client, lead, box + "/sealed", request.count - 1, wait_s)
-            trouble = [t for t in sealed if t]
-            if trouble:
-                raise AgentError("; ".join(trouble), code="aborted", address=lead)
+        write(plan)
         if any(lay.m and any(sole_writer(lay, j) < 0 and any(
                 place(lay).used_blocks[p][j] for p in range(lay.n)) for j in range(lay.n))
                for lay in layouts):
             every("encode", bulk_s)
         digests = {key: reply["digest"] for key, reply in every("digest", small_s).items()}
         manifest = Manifest(
-            oid, config.job, request.name, request.step, epoch, time.time(), layouts,
+            oid, config.job, request.name, request.step, epoch, remakes or time.time(), layouts,
             tuple(tuple(digests[g, p] for p in range(lay.n)) for g, lay in enumerate(layouts)),
             leaves, request.extra,
         ).to_bytes()
@@ -285,7 +315,7 @@ def _save(
                  tuple(lay.m for lay in layouts), tuple(notes), tuple(evicted), manifest)
 
 
-def _layouts(
+def lay_out(
     client: Client, alive: dict[str, dict[str, Any]], silent: dict[str, str],
     joins: list[dict[str, Any]],
 ) -> tuple[tuple[Layout, ...], list[str]]:
@@ -364,7 +394,15 @@ def _commit(
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def write_bytes(client: Client, snapshot: Snapshot, writer: int, plan: Mapping[str, Any]) -> None:
+class Pieces(Protocol):
+    """The bytes of one writer; a `Snapshot` is one."""
+
+    def piece(self, offset: int, num_bytes: int) -> np.ndarray:
+        """Returns some of them, fewer where it reaches the end."""
+        ...
+
+
+def write_bytes(client: Client, snapshot: Pieces, writer: int, plan: Mapping[str, Any]) -> None:
     """Writes this process's bytes where the plan puts them, and the parity it can make alone.
 
     Raises:
