@@ -123,8 +123,10 @@ def _crash(fleet, k, m, points, seed):
                 fleet.restart(fleet.hosts[i])
             if doomed:
                 client = Client(fleet.config(k, m, home=None))
-                mend(client)
-                assert survey(client).found[0].margin() == survives >= 1
+                report = mend(client)
+                before, survives = survives, survey(client).found[0].margin()
+                # A step that too few agents took is made again, unless another that stays has its room.
+                assert survives == m or (survives == before >= 1 and "needs" in str(report["failed"])), report
                 client.close()
             step = now
     finally:
