@@ -374,16 +374,16 @@ def test_the_search_finds_a_wrong_rule(traced, wrong_rule):
 
 
 def seeds():
-    """The seeds of the long search, 250 programs each: 0-19 for 5,000, or those of HETJAX_PROPERTY_SEEDS (20-39, say)."""
-    first, last = os.environ.get("HETJAX_PROPERTY_SEEDS", "0-19").split("-")
+    """The seeds of the long search, 100 programs each: 0-49 for 5,000, or those of HETJAX_PROPERTY_SEEDS (50-99, say)."""
+    first, last = os.environ.get("HETJAX_PROPERTY_SEEDS", "0-49").split("-")
     return range(int(first), int(last) + 1)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", seeds())
 def test_a_proof_is_never_wrong_in_a_long_search(traced, number, record_property):
-    verdicts = search(traced, 200, number)
-    verdicts += search(traced, 50, number, coupled_programs)
+    verdicts = search(traced, 80, number)
+    verdicts += search(traced, 20, number, coupled_programs)
     for name, count in sorted(verdicts.items()):
         record_property(name, count)
-    assert verdicts["proved"] > 80, verdicts
+    assert verdicts["proved"] > 25, verdicts
