@@ -212,16 +212,17 @@ programs = st.builds(
 # Ops that couple examples, or may, on values of a small model: what is proved by a loss head at full batch.
 NAMES = {op.name: i for i, op in enumerate(OPS)}
 COUPLING = [NAMES[name] for name in (
-    "gram", "keep mean", "softmax", "layer norm", "norm", "sort", "cumsum", "max over", "mean", "logsumexp", "matmul",
-    "covariance", "square", "pure root", "remat mean", "mixing gradient", "scan rows", "shuffle", "reverse", "lookup",
+    "gram", "keep mean", "softmax", "layer norm", "norm", "sort", "cumsum", "max over", "mean", "logsumexp",
+    "covariance", "pure root", "remat mean", "mixing gradient", "shuffle", "reverse", "top 2", "cummax", "prod over",
 )]  # fmt: skip
-newest = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 4))
+newest = st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 4))
+just_made = st.just((0, 0, 0))
 coupled_programs = st.builds(
     lambda size, body, couplings, rest, gradient: Program(size, (*body, *couplings, *rest), gradient),
-    st.sampled_from(SIZES),
-    st.lists(st.tuples(st.sampled_from([NAMES["tanh"], NAMES["square"], NAMES["matmul"]]), st.integers(0, 11), newest), min_size=1, max_size=2),
-    st.lists(st.tuples(st.sampled_from(COUPLING), st.integers(0, 11), newest), min_size=1, max_size=2),
-    st.lists(instruction, max_size=3), st.integers(1, 3),
+    st.sampled_from(SIZES[:4]),
+    st.lists(st.tuples(st.sampled_from([NAMES["tanh"], NAMES["logistic"], NAMES["square"]]), st.just(0), just_made), min_size=1, max_size=2),
+    st.lists(st.tuples(st.sampled_from(COUPLING), st.sampled_from([0, 2, 4]), just_made), min_size=1, max_size=2),
+    st.lists(st.tuples(st.integers(0, len(OPS) - 1), st.integers(0, 11), newest), max_size=2), st.integers(1, 3),
 )
 
 
@@ -329,8 +330,8 @@ def test_a_proof_is_never_wrong(traced):
 
 
 def test_a_loss_head_at_full_batch_is_never_wrong(traced):
-    verdicts = search(traced, 40, drawn=coupled_programs)
-    assert verdicts["with a head"] > 5, verdicts
+    verdicts = search(traced, 30, drawn=coupled_programs)
+    assert verdicts["with a head"] > 8, verdicts
 
 
 # Rules as a careless author would write them.
