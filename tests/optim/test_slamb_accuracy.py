@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -58,3 +59,25 @@ def test_dropping_what_is_not_sent_stays_above_lambs_floor_at_its_own_best_rate(
     lamb = figures("quadratic", "lamb", 3, 0.01)
     for rate in (0.005, 0.02, 0.04):
         assert figures("quadratic", "dropped", 3, rate) >= 3.0 * lamb
+
+
+@pytest.mark.nightly
+def test_a_run_cut_in_mid_cycle_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    """Of the benchmark's long trainings, with everything SLAMB keeps: eight bits, ages, counts."""
+    runs = pytest.importorskip("benchmarks._slamb_runs")
+    monkeypatch.setattr(runs, "PIECE_STEPS", 7)
+    task = tasks.quadratic(shape=(8, 10))
+    arm = arms.slamb("third", compress_ratio=1 / 3, comm_dtype=jnp.float8_e4m3fn,
+                     exchange="direction", every=5, min_size=0)
+    once = runs.Runs()
+    whole = once.one(task, arm, 14, WORKERS, 0.01, 0)
+    clock = iter(range(1000))
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(clock))
+    path = tmp_path / "results.jsonl"
+    cut = runs.Runs(path, deadline_s=1, _steppers=once._steppers)  # compiled once
+    assert cut.one(task, arm, 14, WORKERS, 0.01, 0) is None
+    assert not path.exists()
+    got = runs.Runs(path, _steppers=once._steppers).one(task, arm, 14, WORKERS, 0.01, 0)
+    assert got is not None and got["run_s"] >= 2
+    assert {**got, "run_s": 0} == {**whole, "run_s": 0}
+    assert runs.Runs(path).one(task, arm, 14, WORKERS, 0.01, 0) == got
