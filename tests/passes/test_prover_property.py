@@ -317,7 +317,8 @@ def search(traced, examples, number=None, drawn=programs):
             verdicts["with hoisted values"] += bool(step.proof.hoisted)
             verdicts["at step level"] += "U" in kinds
             verdicts["with a head"] += bool(step.proof.resliced)
-            assert step.disagreements(1e-8) == []
+            single = any(OPS[i].name == "single" for i, _, _ in program.instructions)
+            assert step.disagreements(1e-6 if single else 1e-8) == []  # sums of f32 are rounded anew
 
     check()
     return verdicts
