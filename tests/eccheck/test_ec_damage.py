@@ -3,6 +3,7 @@
 import json
 import pathlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from hetjax.cli.ckpt import ckpt
 from hetjax.eccheck.client import Client
+from hetjax.eccheck.mend import mend
 from hetjax.eccheck.reader import ObjectReader, survey
 from hetjax.eccheck.snapshot import take
 from hetjax.eccheck.trees import restore_tree
@@ -146,3 +148,55 @@ def test_drained_files_survive_the_loss_of_m_and_a_cut(fleet, tmp_path):
     with pytest.raises(CheckpointError, match="chunks it needs"):
         restore_tree(ObjectReader(client, seen.found[0], seen.silent), None, None)
     client.close()
+
+
+def test_agents_killed_in_the_middle_of_a_restore_cost_nothing(fleet):
+    fleet.start(4, memory="24MiB")
+    own = Client(fleet.config(2, 2))
+    state = {f"w{i}": np.random.default_rng(i).integers(0, 256, 8 << 20, np.uint8) for i in range(5)}
+    save_object(own, take(state), Request("x", 1))
+    for doomed in ((1, 2), (0, 3)):  # (0: the own host's, whose memory is mapped)
+        seen = survey(own)
+        reader = ObjectReader(own, seen.found[0], seen.silent)
+        with ThreadPoolExecutor(1) as threads:
+            restored = threads.submit(restore_tree, reader, None, None)
+            while reader.read_bytes < 8 << 20 and not restored.done():
+                pass
+            for number in doomed:
+                fleet.kill(fleet.hosts[number])
+            tree = restored.result()
+        assert all(np.array_equal(tree[name], leaf) for name, leaf in state.items())
+        for number in doomed:
+            fleet.restart(fleet.hosts[number])
+        assert not mend(Client(fleet.config(2, 2)))["failed"]
+    own.close()
+
+
+def test_a_restore_whose_memory_is_given_to_the_next_save_is_right_or_an_error(fleet):
+    fleet.start(4, memory="5MiB", versions=2)
+    writer, own = Client(fleet.config(2, 2)), Client(fleet.config(2, 2))
+    outcomes = {"right": 0, "error": 0}
+
+    def save(steps):
+        live = []
+        for step in steps:
+            saved = save_object(
+                writer, take({"w": np.full(8 << 20, step, np.uint8)}), Request("x", step, live=live, protect=live[-1:]))
+            live = [*live[-1:], saved.oid]
+
+    save([0])
+    with ThreadPoolExecutor(1) as threads:
+        saves = threads.submit(save, range(1, 25))
+        while not saves.done():
+            try:
+                found = survey(own).found[-1]  # the older one: its place is the next save's
+                tree = restore_tree(ObjectReader(own, found), None, None)
+            except (CheckpointError, IndexError):
+                outcomes["error"] += 1
+            else:
+                assert (tree["w"] == found.step).all()
+                outcomes["right"] += 1
+        saves.result()
+    assert outcomes["right"] >= 3 and outcomes["error"] >= 1, outcomes
+    for each in (writer, own):
+        each.close()
