@@ -113,8 +113,8 @@ def runs(c: Context) -> Iterator[Found]:
             )
             yield from _runs_problem(name, found, program, f.per_microbatch)
     for r in program.reshards:
-        given = _given_per_microbatch(program, r.source, r.ref, given_form(r.form))
-        per_microbatch = r.form == "micro" and given
+        # A fragment that runs once may give slices too, as a loss head on the whole batch does.
+        per_microbatch = r.form == "micro"
         for kind in ("send", "recv"):
             yield from _runs_problem(
                 f"reshard {r.name} has a {kind}",
@@ -126,14 +126,6 @@ def runs(c: Context) -> Iterator[Found]:
 
 def _group(kind: str) -> str:
     return kind if kind in ("send", "recv", "I", "W", "sync") else "run"
-
-
-def _given_per_microbatch(program: Program, stage: int, ref: int, form: str) -> bool:
-    return any(
-        f.per_microbatch
-        for f in program.fragments
-        if f.stage == stage and any(p.ref == ref and p.form == form for p in f.outputs)
-    )
 
 
 class _Held:

@@ -59,7 +59,7 @@ def makers(program: Program) -> dict[tuple[Ref, str], list[tuple[Fragment, Port]
 def find_reshards(program: Program) -> Iterator[Reshard]:
     """Yields the reshards that the fragments' inputs ask for, in the order of their readers."""
     given = makers(program)
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for fragment in program.fragments:
         for port in fragment.inputs:
             sources = given.get((port.ref, source_form(port.form)), [])
@@ -69,9 +69,11 @@ def find_reshards(program: Program) -> Iterator[Reshard]:
             form = "micro" if port.form == "concat" else port.form
             suffix = "" if form in ("micro", "step") else f".{form}"
             name = f"x{port.ref}{suffix}:s{source.stage}>s{fragment.stage}"
+            if seen.get(name, form) != form:  # whole for one reader, in slices for another
+                name = f"x{port.ref}.{form}:s{source.stage}>s{fragment.stage}"
             if name in seen:
                 continue
-            seen.add(name)
+            seen[name] = form
             avals = program.avals if form == "step" else program.micro_avals
             yield Reshard(
                 name, port.ref, form, source.stage, fragment.stage, out.spec, port.spec,

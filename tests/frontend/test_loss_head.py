@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import hetjax
 from hetjax.errors import MicrobatchError
 from hetjax.ir.parser import parse_bundle
 from hetjax.ir.text import print_bundle
+from hetjax.passes.insert_reshards import find_reshards
 from tests.support import assert_same
 
 WIDTH, BATCH = 32, 8
@@ -72,3 +75,35 @@ def test_what_couples_examples_early_is_no_head():
     w, batch = inputs()
     with pytest.raises(MicrobatchError, match="single examples of the same batch"):
         hetjax.parallelize(step_of(contrastive, early), num_stages=2, num_microbatches=2).plan_for(w, batch)
+
+
+def test_a_head_that_a_tied_embedding_pulls_to_the_first_stage_is_sent_back_in_slices():
+    w, batch = inputs()
+
+    def step(p, batch):
+        def loss(p):
+            x = body(p["w"], p["table"][batch["token"]])
+            return -jnp.mean(jnp.diag(jax.nn.log_softmax(x @ p["table"][batch["token"]].T)))
+
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p)), None
+
+    state = {"w": w, "table": w[0]}
+    batch = {"token": np.arange(BATCH) * 5 % WIDTH}
+    parallel = hetjax.parallelize(step, num_stages=2, num_microbatches=2)
+    assert_same(parallel(state, batch)[0], jax.jit(step)(state, batch)[0])
+    program = parallel._in_use().program
+    slices = {r.ref for r in program.reshards if r.form == "micro" and (r.source, r.target) == (0, 1)}
+    assert slices & parallel._in_use().bundle.microbatching.resliced
+
+    # Where a later update reads the same value whole, it crosses a second time, under a name of its own.
+    ref = min(slices & parallel._in_use().bundle.microbatching.resliced)
+
+    def with_whole(ports):
+        whole = [dataclasses.replace(p, form="step") for p in ports if (p.ref, p.form) == (ref, "micro")]
+        return (*ports, *whole)
+
+    fragments = tuple(
+        dataclasses.replace(f, inputs=with_whole(f.inputs), outputs=with_whole(f.outputs)) for f in program.fragments
+    )
+    crossing = [r for r in find_reshards(program.replace(fragments=fragments)) if r.ref == ref]
+    assert sorted((r.name, r.form) for r in crossing) == [(f"x{ref}.step:s0>s1", "step"), (f"x{ref}:s0>s1", "micro")]
