@@ -71,9 +71,10 @@ def pinned_pools(pins: Pins, pools: Sequence[Pool]) -> tuple[tuple[int, tuple[in
     """Returns the pools each pinned stage may be in.
 
     Raises:
-      PlanError: no device has that kind or site.
+      PlanError: no device has that kind or site, or there are too few devices for so many stages.
     """
     out, wrong = [], []
+    devices = sum(p.devices for p in pools)
     for stage, name in pins.stages:
         exact = [i for i, p in enumerate(pools) if name in (p.kind, p.site)]
         found = exact or [i for i, p in enumerate(pools) if p.kind.startswith(name)]
@@ -82,6 +83,11 @@ def pinned_pools(pins: Pins, pools: Sequence[Pool]) -> tuple[tuple[int, tuple[in
             wrong.append(
                 f"--pin stage[{stage}]={name}: no kind or site is called so{nearest(name, names)}; there are "
                 + ", ".join(f"{p.devices} x {p.kind} in {p.site}" for p in pools)
+            )
+        if stage >= devices:
+            wrong.append(
+                f"--pin stage[{stage}]={name}: stages are counted from 0 and each takes a device or more; "
+                f"{devices} devices make stages 0 to {devices - 1}"
             )
         out.append((stage, tuple(found)))
     if wrong:

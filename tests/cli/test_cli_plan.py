@@ -128,3 +128,8 @@ def test_ctrl_c_keeps_the_best_plan_so_far(tmp_path, monkeypatch):
     assert said["stopped"] == "interrupted" and not said["proved"]
     assert Plan.load(tmp_path / "plan.json").evaluations == said["evaluations"] < 60
     assert json.loads((tmp_path / "search.jsonl").read_text().splitlines()[-1])["stopped"] == "interrupted"
+
+
+def test_a_pin_of_a_stage_beyond_the_devices_is_told_so_and_not_to_search_longer():
+    with pytest.raises(HetjaxError, match=r"stage\[99\]=near: stages are counted from 0 .* devices make stages 0 to"):
+        run(STEP, "--cluster", TWO_SITES, "--evaluations", 10, "--pin", "stage[99]=near")
