@@ -65,8 +65,6 @@ def _examples_enough(view: View, micro: Micro) -> float:
 
 
 def _sketched(view: View, micro: Micro) -> float:
-    if micro.replicas:
-        return 1.0
     return max(1e-3, view.quickest_sketch_s / view.sketch(micro).seconds) ** 2 if view.quickest_sketch_s < INF else 1.0
 
 

@@ -243,7 +243,7 @@ class TreeSearch:
 
     def _select(self, node: Node) -> Child | None:
         in_play = 1 + int(_WIDEN * node.visits**_WIDEN_POWER)
-        if node is self.root and not self.view.problem.alike and node.children is not None:
+        if node is self.root and node.children is not None:
             # The likeliest divisions are each looked at once, by the plan that a sketch gives.
             fresh = [c for c in node.children[:_DIVISIONS] if c.node is None]
             if fresh:
