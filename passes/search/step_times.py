@@ -29,19 +29,28 @@ class Steps:
         return self.simulate(costs)[0]
 
     def simulate(self, costs: PipelineCosts) -> tuple[float, tuple[int, ...]]:
-        """Returns the quickest of a few warm-ups, and these."""
+        """Returns the seconds under the quickest of a few warm-ups, and these.
+
+        Of a long step, the warm-ups are those that are quickest while the pipeline fills.
+        """
         found = self._simulated.get(costs)
         if found is not None:
             return found
-        stages = costs.num_stages
-        plain = [stages - s for s in range(stages)]
-        best: tuple[float, tuple[int, ...]] | None = None
-        for wanted in (virtual_warmups(costs), plain, [2 * k - 1 for k in plain]):
-            seconds = _by_warmups(costs, wanted)
-            if seconds is not None and (best is None or seconds < best[0] * (1 - 1e-12)):
-                best = (seconds, _allowed(costs, wanted))
-        found = self._simulated[costs] = best or (INF, ())
+        if costs.num_microbatches > 2 * _window(costs):
+            wanted = self._filling(costs)[1]
+            seconds = _by_warmups(costs, wanted) if wanted else None
+            found = (INF, ()) if seconds is None else (seconds, _allowed(costs, wanted))
+        else:
+            found = _quickest(costs)
+        self._simulated[costs] = found
         return found
+
+    def _filling(self, costs: PipelineCosts) -> tuple[float, tuple[int, ...]]:
+        """Returns the seconds of as many microbatches as fill the pipeline, and the warm-ups for more."""
+        window = _window(costs)
+        seconds, warmups = self.simulate(_shortened(costs, window))
+        # What held as many as it could may hold more where there is more.
+        return seconds, tuple([2 * window if k >= window else k for k in warmups])
 
     def _extrapolated_s(self, costs: PipelineCosts) -> float:
         """Returns about what many microbatches take: as many as fill the pipeline, and the pace of the last.
@@ -52,16 +61,24 @@ class Steps:
         found = self._estimated.get(costs)
         if found is None:
             window, m = _window(costs), costs.num_microbatches
-            first_s, warmups = self.simulate(_shortened(costs, window))
-            twice = _shortened(costs, 2 * window)
-            # What held as many as it could may hold more where there is more.
-            wanted = tuple([2 * window if k >= window else k for k in warmups])
-            second = _by_warmups(twice, wanted) if wanted else None
+            first_s, wanted = self._filling(costs)
+            second = _by_warmups(_shortened(costs, 2 * window), wanted) if wanted else None
             if second is None:
                 return INF
             pace_s = max((second - first_s) / window, shortest_period_s(costs))
             found = self._estimated[costs] = second + (m - 2 * window) * pace_s
         return found
+
+
+def _quickest(costs: PipelineCosts) -> tuple[float, tuple[int, ...]]:
+    stages = costs.num_stages
+    plain = [stages - s for s in range(stages)]
+    best: tuple[float, tuple[int, ...]] | None = None
+    for wanted in (virtual_warmups(costs), plain, [2 * k - 1 for k in plain]):
+        seconds = _by_warmups(costs, wanted)
+        if seconds is not None and (best is None or seconds < best[0] * (1 - 1e-12)):
+            best = (seconds, _allowed(costs, wanted))
+    return best or (INF, ())
 
 
 def _by_warmups(costs: PipelineCosts, warmups: Sequence[int]) -> float | None:
