@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from hetjax.passes.search.judge import INF
 from hetjax.passes.search.moves import MOST_EDGES, MOST_OPTIONS, ROOT, State, canonical
-from hetjax.passes.search.refine import Refiner
+from hetjax.passes.search.refine import Lanes
 from hetjax.passes.search.space import Group, Micro, Problem
 from hetjax.passes.search.sweep import Sweep
 from hetjax.passes.search.view import View
@@ -97,7 +97,7 @@ class TreeSearch:
       sweep: what settles the structures of small problems one by one.
     """
 
-    def __init__(self, view: View, seed: int, refiner: Refiner | None = None, sweep: Sweep | None = None):
+    def __init__(self, view: View, seed: int, refiner: Lanes | None = None, sweep: Sweep | None = None):
         self.view = view
         self.evaluator = view.evaluator
         self.random = random.Random(seed)
