@@ -209,7 +209,8 @@ def test_a_step_that_means_what_a_microbatch_means_is_never_taken_from_before(ca
 
 def test_a_kept_refusal_to_split_warns_again(cache, planned):
     def coupled(state, batch):
-        loss = lambda p: ((batch["x"] @ p[0] @ p[1]).std(0) ** 2).sum()  # noqa: E731
+        # What couples examples comes first, so that it is no loss head.
+        loss = lambda p: ((batch["x"] @ p[0] / (batch["x"] @ p[0]).std(0) @ p[1]) ** 2).sum()  # noqa: E731
         value, grads = jax.value_and_grad(loss)(state["params"])
         return {**state, "params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, value
 

@@ -243,6 +243,7 @@ microbatchings = st.builds(
     st.frozensets(st.integers(0, 9), max_size=4),
     st.none() | st.builds(Refusal, texts, st.none() | st.integers(0, 9), texts, texts, texts),
     st.booleans(),
+    st.frozensets(st.integers(0, 9), max_size=4),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple),
 )
 
@@ -306,6 +307,7 @@ graph train_step {
 microbatching 2 {
   types R*2 B(0)*3
   hoisted %1
+  resliced %3
   positions %2
   chained (%0,%3) (%1,%2)
   same graph
@@ -446,7 +448,7 @@ KNOWN_FIELDS = {
     Graph: 6,
     BatchType: 3,
     Refusal: 5,
-    Microbatching: 8,
+    Microbatching: 9,
     StageMesh: 5,
     Port: 5,
     Fragment: 8,
