@@ -172,7 +172,7 @@ def large_part(report: Report, settings: Settings) -> list[Figure]:
         for i in thinned(found)
     ]  # fmt: skip
     rows, lead = [], {}
-    cap_s = 2.0 if report.quick else 60.0
+    cap_s = 2.0 if report.quick else 300.0
     for name, run in baseline_runs().items():
         evaluator = Evaluator(OwnJudge(problem), max_evaluations=10 * found.evaluations, budget_s=cap_s)
         capped = baselines.stopped(lambda run=run, evaluator=evaluator: run(evaluator)) and (
