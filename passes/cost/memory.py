@@ -93,18 +93,14 @@ def parts_of(axes: frozenset[str], mesh: StageMesh) -> int:
 def replica_split(program: Program, stage: int) -> frozenset[Ref]:
     """Returns the state that a stage splits over the replicas of its "data" axis, to gather it for use.
 
-    A program does not tell state from batch. With several microbatches, only state comes in whole; with one,
-    it is what leaves split alike and in the same shape.
+    State is what a result replaces, changed or not; a batch is split over that axis too, and never gathered.
     """
     if program.meshes[stage].axis_size("data") < 2:
         return frozenset()
-    returned = {
-        (r.port.spec, program.avals[r.port.ref]) for r in program.returns if r.port is not None and r.stage == stage
-    }
+    state = {r.updates for r in program.results if r.updates is not None}
     return frozenset(
         feed.argument for feed in program.feeds
-        if feed.stage == stage and feed.form == "step" and any("data" in dim for dim in feed.spec)
-        and (program.num_microbatches > 1 or (feed.spec, program.avals[feed.argument]) in returned)
+        if feed.stage == stage and feed.argument in state and any("data" in dim for dim in feed.spec)
     )
 
 

@@ -7,6 +7,8 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -14,6 +16,7 @@ import hetjax
 from hetjax.explaining.movements import movements
 from hetjax.ir.cluster import Cluster
 from hetjax.passes.cost.estimate import estimate_program
+from hetjax.passes.cost.memory import replica_split
 from hetjax.planning.outlines import _over_replicas
 from tests.support import assert_same, copy_tree, make_batch, make_linen, make_nnx
 
@@ -96,3 +99,25 @@ def test_nnx_state_is_split_by_the_same_rule():
     split = [path for path, spec in plan.state_specs if any("data" in dim for dim in spec)]
     assert split and all("opt_state" in path for path in split)
     assert any("data" not in str(spec) for _, spec in plan.state_specs)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_labels_are_not_taken_for_split_state_where_a_result_is_like_them(microbatches):
+
+    def step(w, batch):
+        def loss(w):
+            z = jnp.tanh(jnp.tanh(batch["x"] @ w[0]) @ w[1]) @ w[2]
+            return jnp.mean(jnp.square(z - batch["y"])), z
+
+        (_, z), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return [a - 0.1 * g for a, g in zip(w, grads)], z
+
+    w = [jnp.eye(32), jnp.eye(32), jnp.ones((32, 4))]
+    batch = {"x": np.ones((8, 32), np.float32), "y": np.ones((8, 4), np.float32)}
+    parallel = hetjax.parallelize(step, num_stages=2, num_microbatches=microbatches, mesh=f"{REPLICAS},1")
+    parallel.plan_for(w, batch)
+    program, graph = parallel._in_use().bundle.program, parallel._in_use().bundle.graph
+    labels = next(i for i, a in enumerate(graph.inputs) if a.path.endswith("y"))
+    feeds = [f for f in program.feeds if f.argument == labels and any("data" in dim for dim in f.spec)]
+    assert [f.form for f in feeds] == ["step" if microbatches == 1 else "micro"]
+    assert replica_split(program, feeds[0].stage) == frozenset()
