@@ -141,6 +141,30 @@ def as_jaxpr(value: Any) -> tuple[Any, Sequence[Any]] | None:
     return None
 
 
+def with_inner_jaxprs(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:
+    """Returns an equation whose inner jaxprs are rewritten; the same object where `rewrite` returns all as they are.
+
+    Args:
+      eqn: of a loop, branch, call or any other.
+      rewrite: from an open jaxpr to one of the same type.
+    """
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and any(as_jaxpr(v) is not None for v in value):
+            out = [changed(v) for v in value]
+            return value if all(a is b for a, b in zip(out, value)) else type(value)(out)
+        held = as_jaxpr(value)
+        if held is None:
+            return value
+        inner = rewrite(held[0])
+        if inner is held[0]:
+            return value
+        return inner if isinstance(value, Jaxpr) else ClosedJaxpr(inner, held[1])
+
+    params = {name: changed(value) for name, value in eqn.params.items()}
+    return eqn if all(params[n] is v for n, v in eqn.params.items()) else eqn.replace(params=params)
+
+
 def static_parameters(fn: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Returns the positions and names that `jax.jit` (or `nnx.jit`) was told are static; jax has no public way to ask."""
     info = getattr(getattr(fn, "jitted_fn", fn), "_jit_info", None)

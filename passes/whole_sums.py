@@ -149,19 +149,12 @@ def _nested(op: Op, mesh: StageMesh) -> Op:
 
 
 def _nested_equation(eqn: Any, mesh: StageMesh) -> Any:
-    params = {name: _value(value, mesh) for name, value in eqn.params.items()}
-    return eqn if all(params[n] is v for n, v in eqn.params.items()) else eqn.replace(params=params)
+    return _jax.with_inner_jaxprs(eqn, lambda inner: _inner(inner, mesh))
 
 
-def _value(value: Any, mesh: StageMesh) -> Any:
-    if isinstance(value, (tuple, list)) and any(_jax.as_jaxpr(v) is not None for v in value):
-        out = [_value(v, mesh) for v in value]
-        return value if all(a is b for a, b in zip(out, value)) else type(value)(out)
-    held = _jax.as_jaxpr(value)
-    if held is None:
-        return value
+def _inner(jaxpr: Any, mesh: StageMesh) -> Any:
     eqns: list[Any] = []
-    for eqn in held[0].eqns:
+    for eqn in jaxpr.eqns:
         before, read = [], list(eqn.invars)
         for k, dims in summed_dims(eqn):
             if dims and not _jax.is_literal(read[k]):
@@ -170,10 +163,8 @@ def _value(value: Any, mesh: StageMesh) -> Any:
                 read[k] = whole
         inner = _nested_equation(eqn, mesh)
         eqns += [*before, inner.replace(invars=read)] if before else [inner]
-    if len(eqns) == len(held[0].eqns) and all(a is b for a, b in zip(eqns, held[0].eqns)):
-        return value
-    jaxpr = held[0].replace(eqns=eqns)
-    return jaxpr if isinstance(value, _jax.Jaxpr) else _jax.ClosedJaxpr(jaxpr, held[1])
+    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
 
 
 def _told(before: Program, after: Program) -> list[str]:

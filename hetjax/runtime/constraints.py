@@ -55,21 +55,7 @@ def _rewritten(jaxpr: Any, mesh: Any) -> Any:
 def _equation(eqn: Any, mesh: Any) -> Any:
     if eqn.primitive.name == "sharding_constraint":
         return _constraint(eqn, mesh)
-    params = {name: _value(value, mesh) for name, value in eqn.params.items()}
-    return eqn if all(params[n] is v for n, v in eqn.params.items()) else eqn.replace(params=params)
-
-
-def _value(value: Any, mesh: Any) -> Any:
-    if isinstance(value, (tuple, list)) and any(_jax.as_jaxpr(v) is not None for v in value):
-        out = [_value(v, mesh) for v in value]
-        return value if all(a is b for a, b in zip(out, value)) else type(value)(out)
-    held = _jax.as_jaxpr(value)
-    if held is None:
-        return value
-    inner = _rewritten(held[0], mesh)
-    if inner is held[0]:
-        return value
-    return inner if isinstance(value, _jax.Jaxpr) else _jax.ClosedJaxpr(inner, held[1])
+    return _jax.with_inner_jaxprs(eqn, lambda inner: _rewritten(inner, mesh))
 
 
 def _constraint(eqn: Any, mesh: Any) -> Any:
