@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from _planner_problems import DECODER_7B, four_sites, scaled_sites, slamb_ratio, two_sites
+from _planner_published import published_part
+from _planner_settings import Settings, holds_at_least, holds_at_most
 from _report import Figure, Report
 
 from hetjax.ir.errors import PlanError
@@ -33,22 +33,6 @@ _LEAST, _MOST = 500, 8000
 _EPS = 1e-9
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What the command line says: the folder of published data, seconds of the large search (0: the default)."""
-
-    data: str | None
-    large_s: float
-
-
-def holds_at_least(name: str, value: float, unit: str, bound: float) -> Figure:
-    return Figure(name, value, unit, f">= {bound:g}", value >= bound)
-
-
-def holds_at_most(name: str, value: float, unit: str, bound: float) -> Figure:
-    return Figure(name, value, unit, f"<= {bound:g}", value <= bound)
-
-
 def small_problem(seed: int) -> Problem:
     """Returns a random problem whose every plan exhaustive search can reach: up to 3 sites, 8 devices, 6 layers."""
     problem = random_problem(seed)
@@ -60,93 +44,49 @@ def small_problem(seed: int) -> Problem:
 
 def exhaustive_part(report: Report, settings: Settings) -> list[Figure]:
     equal_wanted, near_wanted = (12, 40) if report.quick else (200, 1000)
-    equal = near = equal_of = near_of = seed = 0
-    worst: list[dict[str, float]] = []
-    while near_of < near_wanted:
-        problem = small_problem(seed)
-        seed += 1
-        size = baselines.count_plans(problem, OwnJudge(problem).known, _MOST)
-        if not _LEAST <= size <= _MOST:
-            continue
-        whole = Evaluator(OwnJudge(problem))
-        baselines.exhaustive(whole)
-        if whole.best == INF:
-            continue
-        if equal_of < equal_wanted:
-            equal_of += 1
-            found = search(OwnJudge(problem), max_evaluations=whole.evaluations)
-            equal += abs(found.value / whole.best - 1) <= _EPS
-        near_of += 1
-        try:
-            ratio = search(OwnJudge(problem), max_evaluations=whole.evaluations // 10).value / whole.best
-        except PlanError:
-            ratio = INF
-        near += ratio <= 1.01
-        if ratio > 1.01:
-            worst.append({"seed": seed - 1, "plans": whole.evaluations, "over_best": ratio - 1})
-    report.tables["missed at a tenth of the evaluations"] = worst
+    rows: list[dict[str, float]] = []
+    looked_at = 0
+    while len(rows) < near_wanted:
+        seed, looked_at = looked_at, looked_at + 1
+        both = len(rows) < equal_wanted
+        row = settings.kept.row(f"exhaustive {seed} {both}", lambda seed=seed, both=both: _against_exhaustive(seed, both))
+        if row is not None:
+            rows.append({"seed": seed, **row})
+    whole = [r["equal"] for r in rows if "equal" in r]
+    near = sum(r["over_best"] <= 0.01 for r in rows)
+    report.tables["missed at a tenth of the evaluations"] = [
+        {k: r[k] for k in ("seed", "plans", "over_best")} for r in rows if r["over_best"] > 0.01
+    ]
     return [
-        holds_at_least(f"equal to exhaustive search, of {equal_of}", equal / equal_of, "share", 1.0),
-        holds_at_least(f"within 1 % at a tenth of the evaluations, of {near_of}", near / near_of, "share", 0.98),
+        holds_at_least(f"equal to exhaustive search, of {len(whole)}", sum(whole) / len(whole), "share", 1.0),
+        holds_at_least(f"within 1 % at a tenth of the evaluations, of {len(rows)}", near / len(rows), "share", 0.98),
+        Figure("problems looked at for these", looked_at, "problems"),
     ]  # fmt: skip
 
 
-# Published instances.
+def _against_exhaustive(seed: int, both: bool) -> dict[str, float] | None:
+    """Returns how the search does on one small problem; None where it is none to compare on.
 
-INSTANCES = (
-    ("32 A100", "gpu_trace_scaled.csv", 0, 0.1251),
-    ("32 A100 + 96 V100", "gpu_trace_heterogeneous_imbalanced.csv", 0, 0.1905),
-    ("5 zones x 32 A100", "gpu_trace_multizone.csv", 0, 0.4148),
-    ("80 A100 + 240 V100", "gpu_trace_heterogeneous_imbalanced.csv", 1, 0.361),
-    ("128 A100 + 384 V100", "gpu_trace_heterogeneous_imbalanced.csv", 2, 0.523),
-)
-
-
-def published_folder(given: str | None) -> Path | None:
-    root = Path(__file__).resolve().parents[1]
-    shared = Path(os.environ.get("HETJAX_SHARED", root.parent / "shared"))
-    folder = Path(given) if given else shared / "data" / "sailor"
-    return folder if (folder / "llm_info.json").exists() else None
-
-
-def published_part(report: Report, settings: Settings) -> list[Figure]:
-    from hetjax.passes.cost.availability import availability_cluster, read_availability
-    from hetjax.passes.cost.sailor import read_model
-    from hetjax.passes.search.published_judge import PublishedJudge
-    from hetjax.passes.search.space import pools_of
-    from hetjax.passes.search.table import PublishedTable
-
-    folder = published_folder(settings.data)
-    if folder is None:
-        report.not_measured.append("published instances: their data is not here; --data DIR")
-        return []
-    figures, rows = [], []
-    for name, file, row, least in INSTANCES:
-        begin = time.perf_counter()
-        available = read_availability(folder / "availability" / file, row)
-        cluster = availability_cluster(folder, available)
-        table = PublishedTable(read_model(folder, "OPT-350"), repaired=False)
-        problem = Problem(table, cluster, pools_of(cluster), 1024, alike=True)
-        found = search(PublishedJudge(problem, folder), max_evaluations=6000, budget_s=3.0)
-        took_s = time.perf_counter() - begin
-        outline, rate = found.outline, 1 / found.report.seconds
-        batch = outline.num_microbatches * outline.groups[0].examples
-        own = OwnJudge(dataclasses.replace(problem, table=PublishedTable(read_model(folder, "OPT-350"), repaired=True)))
-        beside = own.report(outline)
-        line = {
-            "instance": name, "it/s": rate, "search_s": took_s, "evaluations": found.evaluations, "batch": batch,
-            "own it/s": 1 / beside.seconds, "gap": found.gap,
-        }  # fmt: skip
-        figures += [
-            holds_at_least(f"{name}, published equations", rate, "it/s", least),
-            Figure(f"{name}, our own simulator", 1 / beside.seconds, "it/s"),
-            holds_at_most(f"{name}, search", took_s, "s", 4.0),
-            Figure(f"{name}, global batch", batch, "examples", "= 1024", batch == 1024),
-        ]  # fmt: skip
-        rows.append(line)
-    report.tables["published instances"] = rows
-    report.not_measured.append("published instances by the published simulator itself: emit a plan (hetjax plan --emit sailor)")
-    return figures
+    Args:
+      seed: of the problem.
+      both: whether to search with as many evaluations too.
+    """
+    problem = small_problem(seed)
+    if not _LEAST <= baselines.count_plans(problem, OwnJudge(problem).known, _MOST) <= _MOST:
+        return None
+    whole = Evaluator(OwnJudge(problem))
+    baselines.exhaustive(whole)
+    if whole.best == INF:
+        return None
+    row: dict[str, float] = {"plans": whole.evaluations}
+    if both:
+        found = search(OwnJudge(problem), max_evaluations=whole.evaluations)
+        row["equal"] = abs(found.value / whole.best - 1) <= _EPS
+    try:
+        row["over_best"] = search(OwnJudge(problem), max_evaluations=whole.evaluations // 10).value / whole.best - 1
+    except PlanError:
+        row["over_best"] = INF
+    return row
 
 
 # The large instance.
@@ -223,16 +163,8 @@ def thinned(found: SearchResult):
 
 def scaling_part(report: Report, settings: Settings) -> list[Figure]:
     sizes = (64, 256, 1024, 4096) if report.quick else (64, 128, 256, 512, 1024, 2048, 4096)
-    evaluations, rows, slopes = (100 if report.quick else 400), [], []
-    for devices in sizes:
-        problem = scaled_sites(devices)
-        begin = time.process_time()
-        found = search(OwnJudge(problem), max_evaluations=evaluations)
-        took_s = time.process_time() - begin
-        rows.append({
-            "devices": devices, "cpu_s": took_s, "us per device": 1e6 * took_s / devices, "step_s": found.value,
-            "over_bound": found.value / found.lower_bound - 1, "evaluations": found.evaluations,
-        })  # fmt: skip
+    evaluations = 100 if report.quick else 400
+    rows = [settings.kept.row(f"scaling {n} {evaluations}", lambda n=n: _scaled(n, evaluations)) for n in sizes]
     report.tables["scaling"] = rows
     first, last = rows[0], rows[-1]
     power = math.log(last["cpu_s"] / first["cpu_s"]) / math.log(last["devices"] / first["devices"])
@@ -241,6 +173,17 @@ def scaling_part(report: Report, settings: Settings) -> list[Figure]:
         holds_at_most(f"scaling: search time ~ devices ** this, {sizes[0]} to {sizes[-1]}", power, "power", 1.0),
         Figure("scaling: the steepest step", max(slopes), "power"),
     ]
+
+
+def _scaled(devices: int, evaluations: int) -> dict[str, float]:
+    problem = scaled_sites(devices)
+    begin = time.process_time()
+    found = search(OwnJudge(problem), max_evaluations=evaluations)
+    took_s = time.process_time() - begin
+    return {
+        "devices": devices, "cpu_s": took_s, "us per device": 1e6 * took_s / devices, "step_s": found.value,
+        "over_bound": found.value / found.lower_bound - 1, "evaluations": found.evaluations,
+    }  # fmt: skip
 
 
 # Crossover.
@@ -252,26 +195,8 @@ def crossover_part(report: Report, settings: Settings) -> list[Figure]:
     ratio = slamb_ratio(DECODER_7B)
     evaluations = 150 if report.quick else 1500
     speeds = (1, 10, 300, 4000) if report.quick else _LINKS_GB_S
-    rows, ways = [], []
-    for gb_s in speeds:
-        problem = two_sites(gb_s * 1e9, ratio)
-        families = {
-            "one site": baselines.on_site(dataclasses.replace(problem, compressed=0.0), "east"),
-            "cut there": dataclasses.replace(problem, mixed=False, compressed=0.0),
-            "replicas, compressed": dataclasses.replace(problem, max_stages=1),
-            "replicas, dense": dataclasses.replace(problem, max_stages=1, compressed=0.0),
-        }
-        best = {}
-        for name, family in families.items():
-            try:
-                best[name] = search(OwnJudge(family), max_evaluations=max(100, evaluations // 4)).value
-            except PlanError:
-                best[name] = INF
-        found = search(OwnJudge(problem), max_evaluations=evaluations)
-        way = way_of(problem, found)
-        ways.append(way)
-        # Of one stage in both sites, what the exchange takes.
-        rows.append({"link GB/s": gb_s, "planner": way, "step_s": found.value, **{f"{n}, s": v for n, v in best.items()}})
+    rows = [settings.kept.row(f"crossover {n} {evaluations}", lambda n=n: _crossed(n, ratio, evaluations)) for n in speeds]
+    ways = [row["planner"] for row in rows]
     report.tables[f"crossover, a compressed exchange has {ratio:.3f} of the bytes"] = rows
     order = ["one site", "cut there", "replicas, compressed", "replicas, dense"]
     ranks = [order.index(w) for w in ways]
@@ -280,6 +205,25 @@ def crossover_part(report: Report, settings: Settings) -> list[Figure]:
         Figure("crossover: steps back on the way", sum(b < a for a, b in itertools.pairwise(ranks)), "steps", "= 0", ranks == sorted(ranks)),
         Figure("crossover: bytes of the compressed exchange", ratio, "of dense"),
     ]  # fmt: skip
+
+
+def _crossed(gb_s: float, ratio: float, evaluations: int) -> dict[str, float | str]:
+    """Returns what the planner does with a link, and what each way of using it comes to."""
+    problem = two_sites(gb_s * 1e9, ratio)
+    families = {
+        "one site": baselines.on_site(dataclasses.replace(problem, compressed=0.0), "east"),
+        "cut there": dataclasses.replace(problem, mixed=False, compressed=0.0),
+        "replicas, compressed": dataclasses.replace(problem, max_stages=1),
+        "replicas, dense": dataclasses.replace(problem, max_stages=1, compressed=0.0),
+    }
+    best = {}
+    for name, family in families.items():
+        try:
+            best[name] = search(OwnJudge(family), max_evaluations=max(100, evaluations // 4)).value
+        except PlanError:
+            best[name] = INF
+    found = search(OwnJudge(problem), max_evaluations=evaluations)
+    return {"link GB/s": gb_s, "planner": way_of(problem, found), "step_s": found.value, **{f"{n}, s": v for n, v in best.items()}}
 
 
 def way_of(problem: Problem, found: SearchResult) -> str:
@@ -348,11 +292,13 @@ def evaluations_to(found: SearchResult, best: float, most: int) -> int:
     return next((i.evaluations for i in found.improvements if i.value <= 1.01 * best), most)
 
 
+Part = Callable[[Report, Settings], list[Figure]]
+
 # name to (about how many seconds a quick run takes, the part)
-PARTS: dict[str, tuple[float, Callable[[Report, Settings], list[Figure]]]] = {
+PARTS: dict[str, tuple[float, Part]] = {
     "large": (33.0, large_part),
     "exhaustive": (16.0, exhaustive_part),
-    "published": (17.0, published_part),
+    "published": (26.0, published_part),
     "scaling": (12.0, scaling_part),
     "crossover": (10.0, crossover_part),
     "ablation": (15.0, ablation_part),

@@ -162,6 +162,11 @@ class Evaluator:
                 self._on_improvement(found_now)
         return value
 
+    def judged(self) -> Iterator[tuple[Outline, float]]:
+        """Yields every plan looked at so far with its value, the first of them first."""
+        for key, value in self._values.items():
+            yield Outline(*key), value
+
 
 class Cutter:
     """Turns micro and groups into whole plans: options where memory asks for them, cuts, shifts of cuts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 
@@ -35,37 +36,42 @@ def judge_of(folder, file, row=0, batch=1024):
     return PublishedJudge(Problem(table, cluster, pools_of(cluster), batch, alike=True), folder)
 
 
-def by_the_equations(folder, m, groups, edges, gpus, zone="us-central1-a"):
-    """Returns the score of one-zone plans with one part a stage, written out plainly."""
+def by_the_equations(folder, m, groups, edges, sites):
+    """Returns the score of a plan, written out plainly, replica by replica; sites are ZONE/GPU by pool."""
     bandwidth = json.loads((folder / "links" / "multizone_bandwidths_het.json").read_text())
     info = json.loads((folder / "llm_info.json").read_text())["OPT-350"]
+    gpus = {s.split("/")[1] for s in sites}
     profiles = {g: json.loads((folder / "profiles" / "OPT-350" / g / "profile.json").read_text()) for g in gpus}
 
     def message_s(nbytes, a, sizes, b, size):
-        c2, c1, c0 = bandwidth[zone][a][str(sizes)][zone][b][str(size)][0]
+        (zone_a, gpu_a), (zone_b, gpu_b) = sites[a].split("/"), sites[b].split("/")
+        c2, c1, c0 = bandwidth[zone_a][gpu_a][str(sizes)][zone_b][gpu_b][str(size)][0]
         x = math.log2(nbytes / 1e6)
         return nbytes / 1e9 / (c2 * x * x + c1 * x + c0)
 
-    parts = [g.parts[0] for g in groups]
-    last = len(parts) - 1
+    # (pool, tensor degree) of every replica of every stage
+    stages = [[(p.pool, p.tensor) for p in g.parts for _ in range(p.replicas)] for g in groups]
+    share, last = groups[0].parts[0].share, len(groups) - 1
     work, update, sync, held = [], [], [], []
-    for s, p in enumerate(parts):
-        rows = profiles[gpus[p.pool]][str(p.share)][str(p.tensor)]
+    for s, replicas in enumerate(stages):
         layers = range(edges[s], edges[s + 1])
-        work.append(sum(rows[str(n)][0] + rows[str(n)][1] for n in layers))
-        update.append(rows[str(edges[s])][2])
-        left = sum(info["1"][str(n)]["params_floats"] * 4 for n in layers) / p.tensor
-        total = 0.0
-        while left > 0 and p.replicas > 1:
-            bucket = min(left, 5e8)
-            total += 2 * (p.replicas - 1) * message_s(bucket / p.replicas, gpus[p.pool], 1, gpus[p.pool], 1)
-            left -= bucket
-        sync.append(total)
+        rows = [profiles[sites[pool].split("/")[1]][str(share)][str(tensor)] for pool, tensor in replicas]
+        work.append(max(sum(r[str(n)][0] + r[str(n)][1] for n in layers) for r in rows))
+        update.append(max(r[str(edges[s])][2] for r in rows))
+        nbytes = sum(info["1"][str(n)]["params_floats"] * 4 for n in layers) / min(4, *(t for _, t in replicas))
+        rings = [0.0]
+        for (a, _), (b, _) in itertools.pairwise(replicas):
+            left, total = nbytes, 0.0
+            while left > 0:
+                bucket = min(left, 5e8)
+                total += 2 * (len(replicas) - 1) * message_s(bucket / len(replicas), a, 1, b, 1)
+                left -= bucket
+            rings.append(total)
+        sync.append(max(rings))
 
-        def to(other, layer, p=p):
-            nbytes = info["1"][str(layer)]["act_output_floats"] * 4 * p.share
-            q = parts[other]
-            return message_s(nbytes, gpus[p.pool], p.tensor, gpus[q.pool], q.tensor)
+        def to(other, layer, s=s):
+            nbytes = info["1"][str(layer)]["act_output_floats"] * 4 * share
+            return max(message_s(nbytes, *a, *b) for a, b in zip(stages[s], stages[other], strict=True))
 
         if not last:
             held.append(0.0)
@@ -80,20 +86,20 @@ def by_the_equations(folder, m, groups, edges, gpus, zone="us-central1-a"):
 
 
 @pytest.mark.parametrize(
-    ("edges", "parts", "m"),
+    ("file", "edges", "stages", "m"),
     [
-        ((0, 26), [(0, 4, 8, 8)], 16),
-        ((0, 16, 24, 26), [(0, 2, 16, 4), (1, 4, 16, 4), (1, 2, 16, 4)], 16),
-        ((0, 5, 9, 13, 26), [(1, 2, 16, 2), (1, 2, 16, 2), (1, 2, 16, 2), (0, 2, 16, 2)], 32),
+        (HET, (0, 26), [[(0, 4, 8, 8)]], 16),
+        (HET, (0, 16, 24, 26), [[(0, 2, 16, 4)], [(1, 4, 16, 4)], [(1, 2, 16, 4)]], 16),
+        (HET, (0, 5, 9, 13, 26), [[(1, 2, 16, 2)], [(1, 2, 16, 2)], [(1, 2, 16, 2)], [(0, 2, 16, 2)]], 32),
+        (HET, (0, 13, 26), [[(0, 1, 8, 2), (1, 4, 24, 2)], [(0, 1, 24, 2), (1, 4, 8, 2)]], 16),
+        ("gpu_trace_multizone.csv", (0, 20, 26), [[(0, 2, 16, 4), (1, 2, 16, 4)], [(4, 1, 32, 4)]], 8),
     ],
 )
-def test_scores_as_the_equations_do(folder, edges, parts, m):
-    judge = judge_of(folder, HET)
-    groups = tuple(Group((Part(*p),)) for p in parts)
-    gpus = [p.site.split("/")[1] for p in judge.problem.pools]
-    assert judge.seconds(m, groups, edges) == pytest.approx(
-        by_the_equations(folder, m, groups, edges, gpus), rel=1e-12
-    )
+def test_scores_as_the_equations_do(folder, file, edges, stages, m):
+    judge = judge_of(folder, file)
+    groups = tuple(Group(tuple(Part(*p) for p in parts)) for parts in stages)
+    sites = [p.site for p in judge.problem.pools]
+    assert judge.seconds(m, groups, edges) == pytest.approx(by_the_equations(folder, m, groups, edges, sites), rel=1e-12)
 
 
 def test_published_plans_have_their_published_scores(folder):
