@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 
 from hetjax.ir import presets
@@ -98,3 +99,12 @@ def two_sites(wan_bytes_s: float, compressed: float, batch: int = 32) -> Problem
         cluster_of(sites, Link("", wan_bytes_s, 5e-3)), DECODER_7B, batch, options=options,
         compressed=compressed, compress_passes=14.0, max_stages=8,
     )  # fmt: skip
+
+
+def random_sites(seed: int) -> Problem:
+    """Returns a decoder on two to four sites of one to three nodes of eight, with links between them of 0.1 to 12.5 GB/s."""
+    rng = random.Random(seed)
+    chosen = rng.sample(FOUR_SITES, rng.randint(2, 4))
+    sites = [(name, kind, rng.randint(1, 3), port) for name, kind, _, port in chosen]
+    wan = Link("", 10 ** rng.uniform(8.0, 10.1), 10 ** rng.uniform(-3.0, -1.5))
+    return decoder_problem(cluster_of(sites, wan), DECODER_7B, rng.choice((64, 256, 1024)), max_stages=8)

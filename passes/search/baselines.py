@@ -2,7 +2,7 @@
 
   exhaustive     every plan that `moves` leads to; small problems only. Beyond `FINE` examples these are not
                  all legal plans, and local refinement may find a better one.
-  random         plans put together by drawing every decision evenly
+  random         plans put together by drawing every decision evenly; or the devices of their stages only
   greedy         the likeliest decision by the principles, each time; once per division of the batch
   dynamic        the dynamic program of `hetjax.passes.search.dynamic`
   single site    the search itself, on the devices of one site (`on_site`)
@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable
 
 from hetjax.ir.errors import PlanError
-from hetjax.passes.search.evaluator import Evaluator, Stopped
+from hetjax.passes.search.evaluator import Cutter, Evaluator, Stopped
 from hetjax.passes.search.judge import INF
 from hetjax.passes.search.moves import Groups, Moves, with_options
 from hetjax.passes.search.space import Group, Micro, Part, Problem, placeable
@@ -57,11 +57,18 @@ def exhaustive(evaluator: Evaluator, most: int = 1_000_000) -> None:
                 evaluator.value(micro.num_microbatches, outfit, edges)
 
 
-def randomly(evaluator: Evaluator, seed: int) -> None:
-    """Draws plans until the budget is spent or hardly any is new: every decision evenly among the legal ones."""
+def randomly(evaluator: Evaluator, seed: int, *, cut: bool = False) -> None:
+    """Draws plans until the budget is spent or hardly any is new: every decision evenly among the legal ones.
+
+    Args:
+      evaluator: judges.
+      seed: of what is drawn.
+      cut: whether only the batch's division and the devices of the stages are drawn, and options and edges are
+        those that the search would take for them.
+    """
     evaluator.source = "random"
     rng, problem = random.Random(seed), evaluator.problem
-    moves = Moves(problem, evaluator.judge.known)
+    moves, cutter = Moves(problem, evaluator.judge.known), Cutter(evaluator)
     before, stale = 0, 0
     while stale < _STALE:
         evaluator.check()
@@ -70,11 +77,15 @@ def randomly(evaluator: Evaluator, seed: int) -> None:
         micro = rng.choice(moves.micros)
         groups: Groups = ()
         for _ in range(rng.randint(1, problem.stage_limit)):
-            choices = moves.groups(micro, groups, rng.random() < 0.5) or moves.groups(micro, groups, False)
-            if not choices:
+            drawn = moves.draw(rng, micro, groups, rng.random() < 0.5) or moves.draw(rng, micro, groups, False)
+            if drawn is None:
                 break
-            groups = (*groups, rng.choice(choices))
+            groups = (*groups, drawn)
         if not groups:
+            continue
+        if cut:
+            for outfit, edges in cutter.plans(micro.num_microbatches, groups):
+                evaluator.value(micro.num_microbatches, outfit, edges)
             continue
         choice = rng.choice((*problem.options, None))
         if choice is not None:

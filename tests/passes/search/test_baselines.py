@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
-from hetjax.passes.search.baselines import on_site, sites, stopped
+from hetjax.passes.search.baselines import on_site, randomly, sites, stopped
 from hetjax.passes.search.cuts import balanced
 from hetjax.passes.search.decoder import DECODER_70B, Decoder, decoder_layers
 from hetjax.passes.search.dynamic import dynamic
 from hetjax.passes.search.evaluator import Evaluator
 from hetjax.passes.search.judge import INF
+from hetjax.passes.search.moves import Moves
 from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.samples import random_problem
 from hetjax.passes.search.space import Group, Options, Outline, Part, problems_of
@@ -99,3 +101,36 @@ def test_one_site_alone_has_only_its_devices_and_sketches_fit_the_limit():
         view = View(Evaluator(OwnJudge(alone)))
         for micro in view.moves.micros:
             assert view.sketch(micro).stages <= alone.stage_limit
+
+
+@pytest.mark.quick
+def test_what_is_drawn_is_legal_and_all_sorts_are():
+    rng = random.Random(0)
+    for seed in (7, 54, 63):
+        moves = Moves(random_problem(seed), OwnJudge(random_problem(seed)).known)
+        for micro in moves.micros:
+            used: tuple[Group, ...] = ()
+            for _ in range(3):
+                listed = {mixed: set(moves.groups(micro, used, mixed)) for mixed in (False, True)}
+                drawn: dict[bool, set[Group]] = {False: set(), True: set()}
+                for mixed, groups in drawn.items():
+                    groups.update(g for _ in range(60) if (g := moves.draw(rng, micro, used, mixed)))
+                assert drawn[False] <= listed[False] and drawn[True] <= listed[True]
+                assert not listed[False] or drawn[False]
+                if not drawn[False]:
+                    break
+                used = (*used, min(drawn[False], key=lambda g: (g.devices, str(g))))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("cut", [False, True])
+def test_random_plans_are_legal_and_the_same_under_a_seed(cut):
+    found = []
+    for seed in (5, 5, 6):
+        problem = random_problem(63)
+        evaluator = Evaluator(OwnJudge(problem), max_evaluations=40)
+        stopped(lambda evaluator=evaluator, seed=seed: randomly(evaluator, seed, cut=cut))
+        plans = list(evaluator.judged())
+        assert not any(list(problems_of(problem, outline)) for outline, _ in plans)
+        found.append(plans)
+    assert found[0] == found[1] != found[2]
