@@ -107,13 +107,14 @@ def greedy(evaluator: Evaluator) -> None:
             evaluator.check()
             state = State(micro, groups)
             weighed = [
-                (view.weigh_group(g)[0] * view.weigh_next(state, g)[0], -i, g)
+                (view.weigh_group(g)[0] * view.weigh_next(state, g)[0], g)
                 for mixed in (False, True)
-                for i, g in enumerate(view.moves.groups(micro, groups, mixed))
+                for g in view.moves.groups(micro, groups, mixed)
             ]
-            if not weighed or max(weighed)[0] <= 0:
+            weight, group = max(weighed, key=lambda w: w[0], default=(0.0, None))  # the first of equal ones
+            if group is None or weight <= 0:
                 break
-            groups = (*groups, max(weighed)[2])
+            groups = (*groups, group)
             value = view.look(micro, groups, 0.0, INF)
             if value > best:
                 break

@@ -74,6 +74,10 @@ class OwnJudge:
     def known(self, group: Group) -> bool:
         return self._tables.of(group) is not None
 
+    def tables(self, group: Group) -> tuple[PartTable, ...] | None:
+        """Returns the running sums of a group's parts, or None where there are no numbers."""
+        return self._tables.of(group)
+
     def works(self, group: Group) -> tuple[Sequence[float], ...]:
         return tuple([t.work for t in self._tables_of(group)])
 

@@ -25,6 +25,9 @@ class Rates:
       pace = max share * (max_l w_l / t_l) / tensor
 
     so that whatever is still undecided, T >= batch * sum w / (rates of the groups + paces of what is left).
+
+    Attributes:
+      weights: of the layers; `total` is their sum.
     """
 
     def __init__(self, judge: Judge):
@@ -39,8 +42,8 @@ class Rates:
             for part in single_parts(self.problem, pool)
             if judge.known(group := Group((part,)))
         ]
-        self._weights = self._layer_weights()
-        self.total = sum(self._weights)
+        self.weights = self._layer_weights()
+        self.total = sum(self.weights)
 
     def _layer_weights(self) -> list[float]:
         layers = self.problem.num_layers
@@ -75,7 +78,7 @@ class Rates:
         """Returns weighted examples per second at most."""
         found = self._rates.get(group)
         if found is None:
-            weights = self._weights
+            weights = self.weights
             # The slowest part holds the others up.
             best = min(
                 max(

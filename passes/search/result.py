@@ -13,7 +13,9 @@ from hetjax.ir.errors import HetjaxError, PlanError
 from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective, Stopped
 from hetjax.passes.search.judge import INF, Judge, Report
 from hetjax.passes.search.moves import with_options
+from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.refine import Lanes
+from hetjax.passes.search.relaxation import Relaxation
 from hetjax.passes.search.space import PLAIN, Outline, Problem, problems_of
 from hetjax.passes.search.sweep import Sweep
 from hetjax.passes.search.tree import SETTLED as SETTLED
@@ -161,9 +163,13 @@ def search(
         judge, objective, max_evaluations=max_evaluations, budget_s=budget_s, on_improvement=on_improvement
     )
     view = View(evaluator, without)
-    tree = TreeSearch(view, seed, Lanes(view, seed), Sweep(view))
+    sweep = Sweep(view)
+    tree = TreeSearch(view, seed, Lanes(view, seed), sweep)
     # What is open now may be closed later: the bound of the whole problem is the root's.
-    lower_bound = evaluator.lower_bound = tree.root.bound
+    lower_bound = tree.root.bound
+    if isinstance(judge, OwnJudge) and evaluator.objective.name == "time" and view.prunes_by_bound and not sweep.active:
+        lower_bound = max(lower_bound, Relaxation(view, view.quickest_sketch_s).bound_s())
+    evaluator.lower_bound = lower_bound
     if on_start is not None:
         on_start(evaluator)
     stopped = "idle"
