@@ -48,15 +48,18 @@ def build():
     if isinstance(out, tuple) and jax.tree.structure(out[0]) == jax.tree.structure(args[0]):
         step, state, batch = fn, args[0], args[1]
     else:
-        k = next(k for k in reversed(range(2)) if traces(fn, half, k))
+        k = next((k for k in reversed(range(2)) if traces(fn, half, k)), None)
+        if k is None:
+            raise ValueError({name!r} + " traces with neither argument halved: it has no batch that could be split")
         place = lambda s, b: (s, b) if k else (b, s)
         step, state, batch = lambda s, b: (s, fn(*place(s, b))), args[1 - k], args[k]
     return step, state, itertools.repeat(batch), {{"name": {name!r}}}
 
 def traces(fn, half, k):
+    # What JAX raises where shapes do not fit; the same call with whole arguments has gone well.
     try:
         jax.eval_shape(fn, *half(k))
-    except Exception:
+    except (TypeError, ValueError, IndexError, ZeroDivisionError):
         return False
     return True
 """

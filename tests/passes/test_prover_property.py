@@ -5,9 +5,14 @@ It is traced whole and at one microbatch, proved, and replayed value by value in
 instruction that does not fit its operands is skipped, so that every list is a program.
 """
 
+import ast
 import collections
 import dataclasses
+import functools
 import os
+import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -274,24 +279,54 @@ def data(size):
     return params, batch, jax.random.key(5)
 
 
+class NoProgram(Exception):
+    """What was drawn cannot be traced, or means nothing at a microbatch."""
+
+
 def trace(traced, program):
     size, count = program.size
     if count & (count - 1) and any(OPS[i].jump for i, _, _ in program.instructions):
-        assume(False)  # a third is not exact in binary: a jump may fall on either side
+        raise NoProgram  # a third is not exact in binary: a jump may fall on either side
     try:
         return traced(
             step_of(program), *data(size), roles="state batch input", num_microbatches=count,
             labels=bool(program.gradient),
         )
-    except (TypeError, ValueError, ZeroDivisionError, FutureWarning):  # the last: floats written into integers
-        assume(False)
+    except (TypeError, ValueError, ZeroDivisionError, FutureWarning) as error:  # the last: floats written into integers
+        raise NoProgram from error
 
 
-def search(traced, examples, number=None, drawn=programs):
-    """Runs the property; returns how many programs were proved and refused.
+def judge(traced, program, told=lambda verdict: None):
+    """Returns what the prover says of a program, as names to count, and where the numbers say otherwise.
 
     Args:
       traced: the fixture.
+      program: what was drawn.
+      told: called with the verdict, before any number is computed.
+
+    Raises:
+      NoProgram: it is none.
+    """
+    with jax.enable_x64(True):
+        step = trace(traced, program)
+        if step.refusal is not None:
+            told(["refused"])
+            return ["refused"], []
+        kinds = {t.kind for op in step.full.ops for t in (step.proof.types[r] for r in op.outputs)}
+        verdict = ["proved"]
+        verdict += ["with sums"] * ("S" in kinds) + ["with hoisted values"] * bool(step.proof.hoisted)
+        verdict += ["at step level"] * ("U" in kinds) + ["with a head"] * bool(step.proof.resliced)
+        told(verdict)
+        single = any(OPS[i].name == "single" for i, _, _ in program.instructions)
+        wrong = step.disagreements(1e-6 if single else 1e-8)  # sums of f32 are rounded anew
+        return verdict, [str(d) for d in wrong]
+
+
+def search(judged, examples, number=None, drawn=programs):
+    """Runs the property; returns how many programs were proved and refused.
+
+    Args:
+      judged: returns `judge`'s answer for a program.
       examples: how many programs.
       number: seeds the search; None draws the same programs every time.
       drawn: from which strategy.
@@ -306,19 +341,12 @@ def search(traced, examples, number=None, drawn=programs):
     )  # fmt: skip
     @given(drawn)
     def check(program):
-        with jax.enable_x64(True):
-            step = trace(traced, program)
-            if step.refusal is not None:
-                verdicts["refused"] += 1
-                return
-            verdicts["proved"] += 1
-            kinds = {t.kind for op in step.full.ops for t in (step.proof.types[r] for r in op.outputs)}
-            verdicts["with sums"] += "S" in kinds
-            verdicts["with hoisted values"] += bool(step.proof.hoisted)
-            verdicts["at step level"] += "U" in kinds
-            verdicts["with a head"] += bool(step.proof.resliced)
-            single = any(OPS[i].name == "single" for i, _, _ in program.instructions)
-            assert step.disagreements(1e-6 if single else 1e-8) == []  # sums of f32 are rounded anew
+        try:
+            verdict, wrong = judged(program)
+        except NoProgram:
+            assume(False)
+        verdicts.update(verdict)
+        assert wrong == []
 
     check()
     return verdicts
@@ -327,13 +355,13 @@ def search(traced, examples, number=None, drawn=programs):
 def test_a_proof_is_never_wrong(traced):
     # Seeds of programs that XLA compiles as they are: on some others its CPU compiler aborts the process while plain
     # JAX runs the reference.
-    verdicts = sum((search(traced, 100, number) for number in (3, 4, 5)), collections.Counter())
+    verdicts = sum((search(functools.partial(judge, traced), 100, number) for number in (3, 4, 5)), collections.Counter())
     assert verdicts["proved"] > 150, verdicts
     assert min(verdicts[k] for k in ("refused", "with sums", "with hoisted values", "at step level")) > 10, verdicts
 
 
 def test_a_loss_head_at_full_batch_is_never_wrong(traced):
-    verdicts = search(traced, 30, drawn=coupled_programs)
+    verdicts = search(functools.partial(judge, traced), 30, drawn=coupled_programs)
     assert verdicts["with a head"] > 8, verdicts
 
 
@@ -374,7 +402,7 @@ def test_replay_tells_a_wrong_rule(traced, wrong_rule):
 @pytest.mark.nightly
 def test_the_search_finds_a_wrong_rule(traced, wrong_rule):
     with pytest.raises(AssertionError, match="Disagreement"):
-        search(traced, 1000)
+        search(functools.partial(judge, traced), 1000)
 
 
 def seeds():
@@ -383,11 +411,92 @@ def seeds():
     return range(int(first), int(last) + 1)
 
 
+# -- the long search, in a process that XLA may abort ---------------------------------------------------------------
+
+ABORTED = "XLA aborts on the reference"
+CHILD = """
+import importlib.util, sys
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+folder = sys.argv[1]
+load("settings", folder + "/../conftest.py")  # environment variables, before jax is imported
+traced = load("tracing", folder + "/conftest.py").trace_step
+search = load("search", folder + "/test_prover_property.py")
+search.analysis.HEAD_SHARE = 1.0
+told = lambda *words: print(repr(words), flush=True)
+told("ready")
+for line in sys.stdin:
+    program = search.Program(*eval(line))
+    try:
+        told("answer", *search.judge(traced, program, lambda verdict: told("verdict", verdict)))
+    except search.NoProgram:
+        told("no program")
+"""
+
+
+class Judge:
+    """`judge` in a process of its own, which is started anew where XLA's CPU compiler aborts it.
+
+    An abort counts only where the verdict was told before: until then no number is computed.
+    """
+
+    def __init__(self):
+        self.child = None
+        self.aborted = []
+
+    def __call__(self, program):
+        child = self._running()
+        child.stdin.write(repr((program.size, program.instructions, program.gradient)) + "\n")
+        child.stdin.flush()
+        verdict = None
+        for line in child.stdout:
+            kind, *words = ast.literal_eval(line)
+            if kind == "no program":
+                raise NoProgram
+            if kind == "answer":
+                return tuple(words)
+            verdict = words[0]
+        code = child.wait()
+        self.close()
+        assert code == -signal.SIGABRT and verdict is not None, f"exit code {code}, after {verdict}, by {program}"
+        self.aborted.append(str(program))
+        return [*verdict, ABORTED], []
+
+    def _running(self):
+        if self.child is None:
+            self.child = subprocess.Popen(
+                [sys.executable, "-W", "error", "-c", CHILD, os.path.dirname(os.path.abspath(__file__))],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            )  # fmt: skip
+            assert self.child.stdout.readline() == "('ready',)\n"
+        return self.child
+
+    def close(self):
+        if self.child is not None:
+            self.child.communicate()
+            self.child = None
+
+
+@pytest.fixture
+def elsewhere():
+    judge = Judge()
+    yield judge
+    judge.close()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", seeds())
-def test_a_proof_is_never_wrong_in_a_long_search(traced, number, record_property):
-    verdicts = search(traced, 80, number)
-    verdicts += search(traced, 20, number, coupled_programs)
+def test_a_proof_is_never_wrong_in_a_long_search(elsewhere, number, record_testsuite_property):
+    verdicts = search(elsewhere, 80, number)
+    verdicts += search(elsewhere, 20, number, coupled_programs)
     for name, count in sorted(verdicts.items()):
-        record_property(name, count)
+        record_testsuite_property(f"seed {number}: {name}", count)
+    for program in elsewhere.aborted:
+        print(f"{ABORTED}: {program}")
     assert verdicts["proved"] > 25, verdicts
+    assert verdicts[ABORTED] < 20, verdicts
