@@ -33,7 +33,7 @@ def count_plans(problem: Problem, known: Callable[[Group], bool], most: int) -> 
     """Returns how many plans the space has, or a number above `most` where these are more than that."""
     moves, total = Moves(problem, known), 0
     for _, groups in structures(moves):
-        total += len(moves.options(groups)) * moves.num_edges(len(groups))
+        total += moves.num_options(groups) * moves.num_edges(len(groups))
         if total > most:
             break
     return total

@@ -22,8 +22,9 @@ def balanced(
     """Returns the groups and edges with the least longest stage, and how long that stage takes.
 
     Counted is what a stage does in a step, exchange and update included, per microbatch. A stage takes layers while a limit of time and its memory allow, in the way that lets it take most,
-    first to last; the later stages then have the least to do. The limit is lowered until some layer is
-    left over, so no groups and edges beat the result.
+    first to last; the later stages then have the least to do. Where a stage is stopped by a single layer that is too
+    much for it, every end is tried. The limit is lowered until some layer is left over, so no groups and edges beat the
+    result.
 
     Args:
       judge: for times and bytes.
@@ -80,25 +81,64 @@ def _fill(ways, num: int, limit_s: float) -> tuple[Edges, list[int]] | None:
     edges, chosen = [0], []
     at = 0
     for s in range(stages):
-        furthest = at
-        for c, (works, rooms) in enumerate(ways[s]):
-            end = num - (stages - 1 - s)  # every later stage takes one at least
-            for w in works:
-                if w[end] - w[at] > limit_s:
-                    end = bisect_right(w, w[at] + limit_s, at, end) - 1
-            for need, free in rooms:
-                if free < 0:
-                    end = at
-                elif need[end] - need[at] > free:
-                    end = bisect_right(need, need[at] + free, at, end) - 1
-            if end > furthest:
-                furthest, way = end, c
+        # Every later stage takes one at least.
+        furthest, way = _reach(ways[s], at, num - (stages - 1 - s), limit_s)
         if furthest <= at:
-            return None
+            # The layer that is next is too much for this stage; with fewer before, it may have another one.
+            return _fill_exactly(ways, num, limit_s) if _may_fill(ways[s + 1 :], at, num, limit_s) else None
         at = furthest
         edges.append(at)
         chosen.append(way)
     return (tuple(edges), chosen) if at == num else None
+
+
+def _reach(ways: Sequence[Way], at: int, most: int, limit_s: float) -> tuple[int, int]:
+    """Returns the last layer before which a stage that begins at one may end, and in which way; (at, 0) for none."""
+    furthest, way = at, 0
+    for c, (works, rooms) in enumerate(ways):
+        end = most
+        for w in works:
+            if w[end] - w[at] > limit_s:
+                end = bisect_right(w, w[at] + limit_s, at, end) - 1
+        for need, free in rooms:
+            if free < 0:
+                end = at
+            elif need[end] - need[at] > free:
+                end = bisect_right(need, need[at] + free, at, end) - 1
+        if end > furthest:
+            furthest, way = end, c
+    return furthest, way
+
+
+def _may_fill(ways, at: int, num: int, limit_s: float) -> bool:
+    """Returns whether stages do the layers from one on if some may have none, which is easier."""
+    for stage in ways:
+        at = max(at, _reach(stage, at, num, limit_s)[0])
+    return at == num
+
+
+def _fill_exactly(ways, num: int, limit_s: float) -> tuple[Edges, list[int]] | None:
+    """Returns edges and ways as `_fill`, whichever stages are stopped by a single layer: every end is tried."""
+    stages = len(ways)
+    # Per stage, where it may end: where it began then, the last of such places, and in which way.
+    ends: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for s in range(stages):
+        found: dict[int, tuple[int, int]] = {}
+        for at in ends[-1]:
+            for c in range(len(ways[s]) - 1, -1, -1):
+                furthest, _ = _reach(ways[s][c : c + 1], at, num - (stages - 1 - s), limit_s)
+                for end in range(at + 1, furthest + 1):
+                    if end not in found or found[end][0] <= at:
+                        found[end] = (at, c)
+        ends.append(dict(sorted(found.items())))
+    if num not in ends[-1]:
+        return None
+    edges, chosen = [num], []
+    for s in range(stages, 0, -1):
+        at, way = ends[s][edges[-1]]
+        edges.append(at)
+        chosen.append(way)
+    return tuple(reversed(edges)), chosen[::-1]
 
 
 def even(num_layers: int, stages: int) -> Edges | None:

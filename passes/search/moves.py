@@ -8,7 +8,8 @@
 
 Every legal plan of a small problem can be reached on one path (up to pools that may change places). On
 large ones three things are thinned out, and reached by local refinement instead: how many replicas, and which
-shares, a mixed stage has in which pool (beyond `FINE` examples), options that differ from stage to stage of one pool, and edges far from the
+shares, a mixed stage has in which pool (beyond `FINE` examples), options other than recomputation that
+differ from stage to stage, and edges far from the
 balanced ones.
 """
 
@@ -114,6 +115,7 @@ class Moves:
         self._most: dict[tuple[tuple[Group, ...], Group], int] = {}
         self._by_left: dict[tuple[Micro, tuple[int, ...], bool], tuple[Group, ...]] = {}
         self._seconds: dict[tuple[int, int, int], float] = {}
+        self._optioned: dict[Group, tuple[Group, ...]] = {}
         self.micros = micros(problem)
 
     def left(self, groups: tuple[Group, ...]) -> tuple[int, ...]:
@@ -347,24 +349,23 @@ class Moves:
     # Options.
 
     def options(self, groups: Groups, most: int = 0) -> list[Groups]:
-        """Returns the groups with every choice of options.
-
-        Recomputation is chosen stage by stage. The rest is one choice for all stages, each taking of it
-        what makes sense for its devices.
+        """Returns the groups with every choice of options, each taking of it what makes sense for its devices.
 
         Args:
           groups: plain ones.
-          most: where there would be more than so many, like groups choose alike; and where these are
-            still more, all do. 0 for no limit.
+          most: where there would be more than so many, the stages make one choice of all but recomputation; where
+            these are still more, like groups recompute alike, and where these are, all do. 0 for no limit.
         """
-        choices = (PLAIN, *self.problem.options)
-        rests = list(dict.fromkeys(dataclasses.replace(o, recompute=False) for o in choices))
-        again = (False, True) if any(o.recompute for o in choices) else (False,)
+        choices = [self._choices(g) for g in groups]
+        if not most or math.prod(map(len, choices)) <= most:
+            return [tuple(outfit) for outfit in itertools.product(*choices)]
+        rests = list(dict.fromkeys(dataclasses.replace(o, recompute=False) for o in (PLAIN, *self.problem.options)))
+        again = self._again
         kinds = list(range(len(groups)))
-        if most and len(rests) * len(again) ** len(groups) > most:
+        if len(rests) * len(again) ** len(groups) > most:
             names = list(dict.fromkeys(groups))
             kinds = [names.index(g) for g in groups]
-        if most and len(rests) * len(again) ** len(set(kinds)) > most:
+        if len(rests) * len(again) ** len(set(kinds)) > most:
             kinds = [0] * len(groups)
         found: dict[Groups, None] = {}
         for rest in rests:
@@ -374,6 +375,25 @@ class Moves:
                     for g, k in zip(groups, kinds)
                 )] = None  # fmt: skip
         return list(found)
+
+    def num_options(self, groups: Groups) -> int:
+        """Returns how many choices of options there are, without a limit."""
+        return math.prod(len(self._choices(g)) for g in groups)
+
+    @functools.cached_property
+    def _again(self) -> tuple[bool, ...]:
+        return (False, True) if any(o.recompute for o in self.problem.options) else (False,)
+
+    def _choices(self, group: Group) -> tuple[Group, ...]:
+        """Returns one group with every choice of options that differs for it."""
+        found = self._optioned.get(group)
+        if found is None:
+            found = self._optioned[group] = tuple(dict.fromkeys(
+                with_options(self.problem, group, dataclasses.replace(o, recompute=again))
+                for o in (PLAIN, *self.problem.options)
+                for again in self._again
+            ))  # fmt: skip
+        return found
 
     # Edges.
 

@@ -44,11 +44,17 @@ class Neighbours:
     def by_sort(self, micro: Micro, groups: Groups) -> Iterator[tuple[str, Micro, Groups]]:
         """Yields (sort of change, division, groups); whether they may be is for `may` to say."""
         for sort, other in self._same_division(micro, groups):
-            yield sort, micro, other
+            yield sort, micro, self._sensible(other)
         for other_micro in self.view.moves.micros:
             if other_micro != micro:
                 for other in self._redivided(micro, groups, other_micro):
-                    yield "divide", other_micro, other
+                    yield "divide", other_micro, self._sensible(other)
+
+    def _sensible(self, groups: Groups) -> Groups:
+        """Returns groups with the options that still make sense: others may have been for other replicas."""
+        if all([g.options == PLAIN for g in groups]):
+            return groups
+        return tuple([with_options(self.problem, g, g.options) for g in groups])
 
     def may(self, groups: Groups, before: Groups) -> bool:
         """Returns whether a plan can be built, without groups that a principle is against, save those it had."""

@@ -354,6 +354,12 @@ def problems_of(problem: Problem, outline: Outline) -> Iterator[str]:
                 f"stage {s} takes {group.examples} examples of {m} microbatches, the batch has "
                 f"{problem.batch}"
             )
+        experts = group.options.experts
+        if experts > 1 and (problem.table.experts % experts or group.replicas % experts):
+            yield (
+                f"stage {s} divides {problem.table.experts} experts among {experts} of its {group.replicas} replicas, "
+                "which does not come out even"
+            )
         if problem.alike and group.replicas != outline.groups[0].replicas:
             yield f"stage {s} has {group.replicas} replicas, stage 0 {outline.groups[0].replicas}"
         if problem.alike and len({p.share for p in group.parts}) > 1:

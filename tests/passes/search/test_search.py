@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 
 import pytest
@@ -19,12 +20,13 @@ from hetjax.passes.search.baselines import (
 from hetjax.passes.search.cuts import balanced
 from hetjax.passes.search.evaluator import Evaluator, Objective
 from hetjax.passes.search.judge import INF
-from hetjax.passes.search.moves import FINE, ROOT, Moves, State, canonical
+from hetjax.passes.search.moves import FINE, ROOT, Moves, State, canonical, with_options
+from hetjax.passes.search.neighbours import Neighbours
 from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.principles import PRINCIPLES, active
 from hetjax.passes.search.result import nothing_fits, search
 from hetjax.passes.search.samples import random_problem
-from hetjax.passes.search.space import Group, Micro, Outline, Part, placeable, problems_of
+from hetjax.passes.search.space import Group, Micro, Options, Outline, Part, placeable, problems_of
 from hetjax.passes.search.sweep import Sweep
 from hetjax.passes.search.view import View
 
@@ -154,6 +156,65 @@ def test_balanced_cuts_leave_no_better_longest_stage():
                     assert longest == pytest.approx(min(every), rel=1e-8)
                     checked += 1
     assert checked > 20
+
+
+@pytest.mark.quick
+def test_cuts_find_the_stage_that_one_layer_would_hold_up_another_layer():
+    class Table:
+        num_layers = 4
+
+    class Judge:
+        problem = Table()
+
+        def step_works(self, m, group, *, least=False):
+            # Stage 1 does layer 2 in no time, and layer 3 hardly at all.
+            return ([0.0, 1, 2, 3, 4],) if group != "b" else ([0.0, 9, 9.1, 59.1, 109.1],)
+
+        def rooms(self, group, held):
+            return ()
+
+        def in_flight(self, stage, stages, m):
+            return 1
+
+    for held in (0, 1):
+        groups, edges, longest = balanced(Judge(), 1, [["a"], ["b"], ["c"]], held)  # type: ignore[arg-type]
+        assert (groups, edges, longest) == (("a", "b", "c"), (0, 1, 2, 4), pytest.approx(2.0))
+    every = [
+        max(w[e[s + 1]] - w[e[s]] for s, g in enumerate("bab") for w in Judge().step_works(1, g))
+        for e in ((0, 1, 2, 4), (0, 1, 3, 4), (0, 2, 3, 4))
+    ]
+    assert balanced(Judge(), 1, [["b"], ["a"], ["b"]], 0)[2] == pytest.approx(min(every))  # type: ignore[arg-type]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", [917, 2480, 2485])
+def test_found_and_listed_plans_agree_where_they_once_did_not(seed):
+    # 917: an expert exchange that three replicas cannot make; 2480: a cut the bound knew nothing of; 2485: stages that
+    # share experts beside some that do not.
+    problem = random_problem(seed)
+    problem = dataclasses.replace(problem, batch=min(problem.batch, FINE))
+    whole = Evaluator(OwnJudge(problem))
+    exhaustive(whole)
+    found = search(OwnJudge(problem), max_evaluations=whole.evaluations)
+    assert found.proved
+    assert found.value == pytest.approx(whole.best, rel=1e-9)
+
+
+@pytest.mark.quick
+def test_no_neighbour_keeps_options_that_its_replicas_cannot_have():
+    problem = random_problem(917)
+    view = View(Evaluator(OwnJudge(problem)))
+    shared = with_options(problem, Group((Part(1, 1, 2, 3),)), Options(experts=2))
+    assert shared.options.experts == 2
+    seen = 0
+    for _, micro, groups in Neighbours(view, random.Random(0)).by_sort(Micro(1, 6), (shared, shared)):
+        seen += any(g.options.experts > 1 for g in groups)
+        edges = (0, *range(1, len(groups)), problem.num_layers)
+        if len(groups) <= problem.num_layers and placeable(problem, groups):
+            assert not [w for w in problems_of(problem, Outline(micro.num_microbatches, groups, edges)) if "experts" in w]
+    assert seen
+    three = Group((Part(1, 1, 3, 2),), Options(experts=2))
+    assert any("experts among 2 of its 3" in w for w in problems_of(problem, Outline(1, (three,), (0, problem.num_layers))))
 
 
 @pytest.mark.quick
