@@ -421,7 +421,7 @@ def partition_module(module: Any, mesh: str, arguments: Sequence[str], results: 
     """
     passes = (
         "inline", "sdy-propagation-pipeline", "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
-        "func.func(sdy-reshard-to-collectives)",
+        "func.func(sdy-reshard-to-collectives)", "canonicalize", "cse",  # a sum of which a part is kept is a scatter
     )
     return _run_shardy(module, mesh, arguments, results, ",".join(passes))
 

@@ -61,6 +61,8 @@ class StagePlan(Shown):
       peak_bytes: the most that one of its devices holds, or None.
       sent_bytes: what one microbatch sends to the next stage or gets back as gradient, the larger
         of the two, or None.
+      sequence: whether what tensor parallelism leaves whole is split over its devices too, on another
+        dimension than that of examples.
     """
 
     devices: tuple[int, ...]
@@ -72,6 +74,7 @@ class StagePlan(Shown):
     predicted_s: float | None = None
     peak_bytes: int | None = None
     sent_bytes: int | None = None
+    sequence: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +242,8 @@ class Plan(Shown):
             span = f": {' … '.join(ends)}" if ends else ""
             devices = f"{len(stage.devices)} x {stage.kind} in {stage.site} ({mesh})"
             again = f", recomputes by {self.recompute}" * (self.recompute != "" and i in (self.recompute_stages or (i,)))
-            lines.append(f"  stage {i}: {devices}{span}{again}")
+            parts = ", sequence in parts" * stage.sequence
+            lines.append(f"  stage {i}: {devices}{span}{parts}{again}")
         return "\n".join(lines)
 
 
@@ -332,6 +336,8 @@ def _stage_problems(i: int, stage: StagePlan, cluster: Cluster) -> list[str]:
     if size != len(stage.devices):
         mesh = " x ".join(f"{name} {n}" for name, n in stage.axes)
         out.append(f"stage {i}: a mesh of {mesh} has {size} devices, not {len(stage.devices)}")
+    if stage.sequence and dict(stage.axes).get("model", 1) < 2:
+        out.append(f"stages[{i}].sequence: there are no tensor-parallel devices to split over; give it a model axis of 2 or more")
     if (i == 0) != (stage.first is None):
         out.append(f"stage {i}: first must {'be null' if i == 0 else 'name a cut'}")
     return out

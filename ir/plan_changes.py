@@ -60,6 +60,8 @@ def check_changes(stage: Any, spec: Any, fields: Mapping[str, Any]) -> None:
                 must(_rows(value), where, value, "paths of modules")
             elif name == "predicted_s":
                 must(value is None or _seconds(value), where, value, "seconds")
+            elif name == "sequence":
+                must(isinstance(value, bool), where, value, "True or False")
     must(spec is None or isinstance(spec, Mapping), "spec", spec, 'as {"params/head/kernel": (None, "model")}')
     for path, value in spec.items() if isinstance(spec, Mapping) else ():
         must(isinstance(path, str), "the path of a spec", path, "a string")

@@ -187,6 +187,7 @@ _STAGE: dict[str, _Read] = {
     "predicted_s": _optional(_seconds),
     "peak_bytes": _optional(_whole),
     "sent_bytes": _optional(_whole),
+    "sequence": _flag,
 }
 _PLAN: dict[str, _Read] = {
     "name": _text,

@@ -64,16 +64,15 @@ _lowered: dict[str, tuple[object, str]] = {}
 
 
 def partition(
-    ops: Sequence[Op], avals: Sequence[Aval], inputs: Mapping[Ref, Spec], outputs: Mapping[Ref, Spec | None],
-    axes: Sequence[tuple[str, int]],
+    ops: Sequence[Op], avals: Sequence[Aval], inputs: Mapping[Ref, Spec | None],
+    outputs: Mapping[Ref, Spec | None], axes: Sequence[tuple[str, int]],
 ) -> Partition:
     """Returns how ops are split over a mesh.
 
     Args:
       ops: of a fragment, in order.
       avals: type of each ref.
-      inputs: spec of each value that comes in.
-      outputs: spec of each value that leaves; None leaves it to the propagation.
+      inputs, outputs: spec of each value that comes in or leaves; None leaves it to the propagation.
       axes: (name, size) of the mesh.
 
     Raises:
@@ -104,7 +103,7 @@ def _module(ops: Sequence[Op], avals: Sequence[Aval], inputs: Sequence[Ref], out
 
 
 def _partition(
-    module: object, avals: Sequence[Aval], inputs: Mapping[Ref, Spec], outputs: Mapping[Ref, Spec | None],
+    module: object, avals: Sequence[Aval], inputs: Mapping[Ref, Spec | None], outputs: Mapping[Ref, Spec | None],
     axes: Sequence[tuple[str, int]],
 ) -> Partition:
     mesh = "[" + ", ".join(f"{json.dumps(a)}={n}" for a, n in axes) + "]"
@@ -168,8 +167,8 @@ def fragment_signature(
 
 
 def _signature(
-    ops: Sequence[Op], avals: Sequence[Aval], inputs: Mapping[Ref, Spec], outputs: Mapping[Ref, Spec | None],
-    axes: Sequence[tuple[str, int]],
+    ops: Sequence[Op], avals: Sequence[Aval], inputs: Mapping[Ref, Spec | None],
+    outputs: Mapping[Ref, Spec | None], axes: Sequence[tuple[str, int]],
 ) -> str:
     """Returns a name that equal ops on equal types, with an equal border, share."""
     number: dict[Ref, int] = {}

@@ -14,6 +14,7 @@ from hetjax.ir.program import Feed, Fragment, Port, Program, Spec, StageMesh
 from hetjax.passes.follow_updates import follow_updates
 from hetjax.passes.partition import partition
 from hetjax.passes.plan_stages import batch_size_of
+from hetjax.passes.sequence_stages import SequenceStage, renewed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,9 @@ class ShardStages:
 
     The batch axis is split over "data", state leaves as the plan says, with their gradients and
     moments alike. What a forward leaves for the backward of its own stage is split as it comes out of
-    the forward where that has a "model" axis; everything else is replicated. A dimension that a mesh axis does not divide is
+    the forward where that has a "model" axis. Where the plan says `sequence` for a stage, what "model" does not
+    split is split over it on another dimension than examples, and gathered where it must be whole
+    (`hetjax.passes.split_activations`). Everything else is replicated. A dimension that a mesh axis does not divide is
     replicated on it, and the bundle's notes list it.
     """
 
@@ -42,6 +45,8 @@ class ShardStages:
         bundle = bundle.replace(program=program)
         for sentence in dict.fromkeys(sharder.undivided):
             bundle = bundle.note("replicated", sentence)
+        for sentence in sharder.sequences:
+            bundle = bundle.note("sequence", sentence)
         return bundle
 
 
@@ -54,16 +59,25 @@ class _Sharder:
         self.batch_size = batch_size_of(graph)
         self.undivided: list[str] = []
         self.path_of = {a.ref: a.path for a in graph.inputs}
+        self.avals, self.micro_avals = list(program.avals), list(program.micro_avals)
+        self.sequence_stages = [
+            s for s, mesh in enumerate(program.meshes) if plan.stages[s].sequence and mesh.axis_size("model") > 1
+        ]
+        self.sequences: list[str] = []
 
     def program(self) -> Program:
         fragments = self.with_residuals(tuple(map(self.fragment, self.old.fragments)))
+        for stage in self.sequence_stages:
+            fragments = self.with_sequence(stage, fragments)
         feeds = tuple(map(self.feed, self.old.feeds))
         given = {(f.stage, p.ref): p for f in fragments for p in f.outputs if p.form == "step"}
         returns = tuple(
             r if r.port is None else dataclasses.replace(r, port=given[int(r.stage or 0), r.port.ref])
             for r in self.old.returns
         )
-        return self.old.replace(fragments=fragments, feeds=feeds, returns=returns)
+        return self.old.replace(
+            fragments=fragments, feeds=feeds, returns=returns, avals=tuple(self.avals), micro_avals=tuple(self.micro_avals)
+        )
 
     def fragment(self, fragment: Fragment) -> Fragment:
         mesh = self.old.meshes[fragment.stage]
@@ -86,32 +100,14 @@ class _Sharder:
         if not specs:
             return fragments
 
-        def renewed(f: Fragment, ports: tuple[Port, ...]) -> tuple[Port, ...]:
-            return tuple(
-                dataclasses.replace(p, spec=specs[f.stage, p.ref]) if (f.stage, p.ref) in specs else p
-                for p in ports
-            )
-
         return tuple(
-            dataclasses.replace(f, inputs=renewed(f, f.inputs), outputs=renewed(f, f.outputs))
-            for f in fragments
+            renewed(f, {r: spec for (stage, r), spec in specs.items() if stage == f.stage}) for f in fragments
         )
 
     def residuals(self, fragment: Fragment, fragments: tuple[Fragment, ...]) -> dict[Ref, Spec]:
         """Returns the specs of a forward's results that only its own stage reads, as they are made."""
-        returned = {r.port.ref for r in self.old.returns if r.port is not None}
-        abroad = {p.ref for f in fragments if f.stage != fragment.stage for p in f.inputs}
-        # What several fragments read in different forms, or one reads for the whole batch, keeps its spec.
-        form = "micro" if fragment.per_microbatch and self.old.num_microbatches > 1 else "step"
-        mine = [p for f in fragments if f.stage == fragment.stage for p in (*f.inputs, *f.outputs)]
-        forms = {r: {p.form for p in mine if p.ref == r} for r in {p.ref for p in fragment.outputs}}
-        avals = self.old.micro_avals if fragment.per_microbatch else self.old.avals
-        fixed = returned | abroad | set(self.state_specs)
-        outputs: dict[Ref, Spec | None] = {
-            p.ref: None if len(forms[p.ref]) == 1 and p.form in ("micro", form) and p.ref not in fixed and avals[p.ref].ndim
-            else p.spec
-            for p in fragment.outputs
-        }
+        outputs = self.own_results(fragment, fragments)
+        avals = self.avals_of(fragment)
         inputs = {p.ref: p.spec for p in fragment.inputs}
         mesh = self.old.meshes[fragment.stage]
         try:
@@ -123,6 +119,44 @@ class _Sharder:
             for (r, wanted), spec in zip(outputs.items(), found.results)
             if wanted is None
         }
+
+    def avals_of(self, fragment: Fragment) -> list[Aval]:
+        return self.micro_avals if fragment.per_microbatch else self.avals
+
+    def own_results(self, fragment: Fragment, fragments: tuple[Fragment, ...]) -> dict[Ref, Spec | None]:
+        """Returns the spec of each result of a forward, None where only its own stage reads it."""
+        returned = {r.port.ref for r in self.old.returns if r.port is not None}
+        abroad = {p.ref for f in fragments if f.stage != fragment.stage for p in f.inputs}
+        # What several fragments read in different forms, or one reads for the whole batch, keeps its spec.
+        form = "micro" if fragment.per_microbatch and self.old.num_microbatches > 1 else "step"
+        mine = [p for f in fragments if f.stage == fragment.stage for p in (*f.inputs, *f.outputs)]
+        forms = {r: {p.form for p in mine if p.ref == r} for r in {p.ref for p in fragment.outputs}}
+        avals = self.avals_of(fragment)
+        fixed = returned | abroad | set(self.state_specs)
+        return {
+            p.ref: None if len(forms[p.ref]) == 1 and p.form in ("micro", form) and p.ref not in fixed and avals[p.ref].ndim
+            else p.spec
+            for p in fragment.outputs
+        }
+
+    def with_sequence(self, stage: int, fragments: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
+        """Returns the fragments with a stage's whole activations split over its tensor-parallel devices."""
+        mesh = self.old.meshes[stage]
+        work = SequenceStage(
+            self.graph, self.micro, self.old, fragments, stage, (self.avals, self.micro_avals), self.batch_axis, self.residuals,
+            self.own_results,
+        )
+        try:
+            found = work.best()
+        except LoweringError as error:
+            self.sequences.append(f"{mesh.name} stays as tensor parallelism has it: {error}")
+            return fragments
+        size = mesh.axis_size("model")
+        self.sequences.append(
+            f"{mesh.name}: {work.num_split} activations are split {size} ways between its tensor-parallel regions"
+            if work.num_split else f"{mesh.name}: no activation between its layers can be split {size} ways"
+        )
+        return found
 
     def feed(self, feed: Feed) -> Feed:
         ref = self.graph.inputs[feed.argument].ref

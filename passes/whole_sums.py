@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hetjax.ir import _jax
 from hetjax.ir.bundle import Bundle
 from hetjax.ir.errors import LoweringError, PassError
-from hetjax.ir.exporter import to_jax_aval
-from hetjax.ir.graph import Aval, Op, Ref
+from hetjax.ir.graph import Op, Ref
 from hetjax.ir.importer import encoded_params
 from hetjax.ir.program import Fragment, Program, StageMesh
+from hetjax.passes.constraint_ops import Entry, constraint_equation, constraint_op
 from hetjax.passes.partition import partition
 
 # Reductions whose result depends on the order, and the parameter that holds what they reduce.
@@ -100,7 +100,7 @@ class _Work:
                 continue
             aval = (self.micro if per_microbatch else self.avals)[ref]
             read[k] = whole = self.value(ref)
-            before.append(_constraint_op(aval, ref, whole, dims, mesh, op))
+            before.append(constraint_op(aval, ref, whole, _entries(aval.ndim, dims), mesh.axes, op))
         return [*before, dataclasses.replace(op, inputs=tuple(read))] if before else [op]
 
     def value(self, like: Ref) -> Ref:
@@ -109,31 +109,8 @@ class _Work:
         return len(self.avals) - 1
 
 
-def _constraint_op(aval: Aval, ref: Ref, whole: Ref, dims: tuple[int, ...], mesh: StageMesh, op: Op) -> Op:
-    var = _jax.new_var(to_jax_aval(aval))
-    eqn = _constraint(var, _jax.new_var(var.aval), dims, mesh, op.eqn)
-    params = tuple(sorted(encoded_params(eqn.params).items()))
-    return Op(
-        eqn.primitive.name, (ref,), (whole,), params, region=op.region, block=op.block, source=op.source,
-        scopes=op.scopes, eqn=eqn,
-    )
-
-
-def _constraint(value: Any, whole: Any, dims: tuple[int, ...], mesh: StageMesh, near: Any) -> Any:
-    template = _template(value.aval, dims, mesh.axes)
-    return template.replace(invars=[value], outvars=[whole], source_info=near.source_info)
-
-
-@functools.lru_cache(maxsize=1024)
-def _template(aval: Any, dims: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> Any:
-    """Returns the equation of a constraint; the runtime puts it on the mesh of the stage."""
-    import jax
-
-    names, sizes = zip(*axes)
-    mesh = jax.sharding.AbstractMesh(sizes, names)
-    free = jax.sharding.PartitionSpec.UNCONSTRAINED
-    spec = jax.sharding.PartitionSpec(*(None if d in dims else free for d in range(len(aval.shape))))
-    return _jax.constraint_equation(aval, jax.sharding.NamedSharding(mesh, spec))
+def _entries(ndim: int, dims: Sequence[int]) -> tuple[Entry, ...]:
+    return tuple(() if d in dims else None for d in range(ndim))
 
 
 # -- loops, checkpointed blocks, branches, calls: what they sum inside ---------------------------------------------
@@ -159,7 +136,8 @@ def _inner(jaxpr: Any, mesh: StageMesh) -> Any:
         for k, dims in summed_dims(eqn):
             if dims and not _jax.is_literal(read[k]):
                 whole = _jax.new_var(read[k].aval)
-                before.append(_constraint(read[k], whole, dims, mesh, eqn))
+                entries = _entries(len(whole.aval.shape), dims)
+                before.append(constraint_equation(read[k], whole, entries, mesh.axes, eqn))
                 read[k] = whole
         inner = _nested_equation(eqn, mesh)
         eqns += [*before, inner.replace(invars=read)] if before else [inner]
