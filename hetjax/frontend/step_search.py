@@ -50,6 +50,7 @@ _ANEW = 3
 _LOOSER = 0.6
 # How replicas may share out their state.
 _SHARDED = (SearchOptions(sharding="optimizer"), SearchOptions(sharding="all"))
+_SEQUENCED = tuple(SearchOptions(sharding=s, sequence=True) for s in ("none", "optimizer", "all"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +209,15 @@ def search_step(
         max_tensor=wishes.max_tensor, least_tensor=2 if pins.splits else 1,
     )  # fmt: skip
     pools = _usable_pools(table, cluster)
-    for pool in pools:
-        table.tensors(pool.kind)  # the budget is for searching, not for the table
+    # The budget is for searching, not for the table.
+    tensors = [n for pool in pools for n in table.tensors(pool.kind)]
+    parts = table.sequenced if max(tensors) > 1 else None
+    in_parts = parts is not None and any([n for pool in pools for n in parts.tensors(pool.kind)])
+    choices = _SHARDED + _SEQUENCED * in_parts
     problem = Problem(
         table, cluster, pools, max(1, batch_size_of(analysed)), mixed=False,
         max_devices=wishes.max_devices, counts=counts, stage_pools=pinned_pools(pins, pools),
-        options=_SHARDED if options.recompute in ("", "cheap") else (*_SHARDED, SearchOptions(recompute=True)),
+        options=choices if options.recompute in ("", "cheap") else (*choices, SearchOptions(recompute=True)),
     )  # fmt: skip
     unfit: PlanError | None = None
     for attempt in range(_ANEW):
@@ -336,6 +340,7 @@ class _Finals:
             except HetjaxError as error:
                 self.failures.append(str(error))
         fitting = [f.value for f in self.finalists if not f.estimate.over]
+        self._add_in_parts()
         free = not self.wishes.max_devices and self.wishes.pins == Pins()
         if free and min(fitting, default=INF) > _AGREE * found.value:
             self._add_first_planner()
@@ -353,6 +358,23 @@ class _Finals:
         if plan.recompute and self.finalists[-1].estimate.over:
             # Fewer bytes for each microbatch in flight, more while one is in its backward.
             self._add("search", graph, micro, dataclasses.replace(plan, recompute="stage"))
+
+    def _add_in_parts(self) -> None:
+        """Adds the best plan so far with its sequences in parts, which the search counts as no faster."""
+        best = min((f for f in self.finalists if not f.estimate.over), key=lambda f: f.value, default=None)
+        parts = self.table.sequenced
+        if best is None or parts is None:
+            return
+        sizes = [dict(s.axes).get("model", 1) for s in best.plan.stages]
+        able = [n > 1 and parts.sizes(n) is not None for n in sizes]
+        if not any(able) or any(s.sequence for s in best.plan.stages):
+            return
+        graph, micro = self.proofs.at(best.plan.num_microbatches)
+        stages = tuple(dataclasses.replace(s, sequence=ok) for s, ok in zip(best.plan.stages, able))
+        try:
+            self._add(best.source, graph, micro, dataclasses.replace(best.plan, stages=stages))
+        except HetjaxError as error:
+            self.failures.append(str(error))
 
     def _add_first_planner(self) -> None:
         """Adds the plan that `plan_stages` makes, at the number of microbatches that it would have chosen."""

@@ -102,22 +102,39 @@ def cut_layers(step: Bundle, kind: DeviceKind) -> LayerCut:
     return LayerCut(step, kind, layers, placement.homes, program)
 
 
-def split_layers(cut: LayerCut, model: int, seconds: Callable[[Partition], float]) -> Bundle:
-    """Returns the layers, each split over so many devices as `choose_specs` finds best.
+def choose_layer_specs(
+    cut: LayerCut, model: int, seconds: Callable[[Partition], float]
+) -> tuple[tuple[str, Spec], ...]:
+    """Returns (path, spec) of the state leaves that the layers split over so many devices; see `choose_specs`.
 
     Args:
       cut: the layers.
       model: devices a layer.
       seconds: what a partitioned forward takes, for ranking.
     """
+    graph = cut.step.graph
+    if model < 2 or graph is None:
+        return ()
+    return with_followers(graph, choose_specs(graph, cut.program, cut.homes, model, seconds))
+
+
+def split_layers(
+    cut: LayerCut, model: int, specs: tuple[tuple[str, Spec], ...], *, sequence: bool = False
+) -> Bundle:
+    """Returns the layers, each split over so many devices.
+
+    Args:
+      cut: the layers.
+      model: devices a layer.
+      specs: of the state, by path.
+      sequence: whether they split what that leaves whole, too.
+    """
     graph, micro = cut.step.graph, cut.step.microbatching
     assert graph is not None and micro is not None
     cluster = rows_of(cut.kind, len(cut.layers), model, None)
     plan = _plan(graph.name, cluster, cut.layers, 1, model, micro.num_microbatches)
-    specs: tuple[tuple[str, Spec], ...] = ()
-    if model > 1:
-        chosen = choose_specs(graph, cut.program, cut.homes, model, seconds)
-        specs = with_followers(graph, chosen)
+    if sequence:
+        plan = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, sequence=True) for s in plan.stages))
     batch = max(1, batch_size_of(graph))
     plan = dataclasses.replace(plan, batch_size=batch, per_microbatch=micro.accepted, state_specs=specs)
     program = cut.program.replace(meshes=meshes_of(plan))

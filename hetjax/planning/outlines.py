@@ -59,8 +59,8 @@ def plan_of_outline(
 
     Args:
       problem: of the search.
-      outline: stages of one kind in one site each, with no options but recomputation and sharded state: what
-        the runtime can do.
+      outline: stages of one kind in one site each, with no options but recomputation, sharded state and
+        sequences in parts: what the runtime can do.
       layers: of the table, one per layer of the problem.
       graph: the step, labelled and with costs.
       micro: proved for the outline's number of microbatches.
@@ -80,14 +80,17 @@ def plan_of_outline(
     cuts = [layer.op for layer in starts[1:]]
     stages = []
     for s, (group, devices) in enumerate(zip(outline.groups, place_outline(problem, outline))):
-        kept = dataclasses.replace(group.options, recompute=False, sharding="none")
+        kept = dataclasses.replace(group.options, recompute=False, sharding="none", sequence=False)
         if len(group.parts) != 1 or kept != PLAIN:
             raise PlanError(f"stage {s} of the outline has unlike replicas or options, which no plan has")
         part, pool = group.parts[0], problem.pools[group.parts[0].pool]
         axes = (("data", part.replicas), ("model", part.tensor))
         first = starts[s].first if s else None
         stages.append(
-            StagePlan(devices, pool.site, pool.kind, axes, first, stage_blocks(graph, cuts, s))
+            StagePlan(
+                devices, pool.site, pool.kind, axes, first, stage_blocks(graph, cuts, s),
+                sequence=group.options.sequence and part.tensor > 1,
+            )
         )
     if schedule is None:
         split = outline.num_microbatches > 1

@@ -10,6 +10,7 @@ their gradients), so that one trace gives the seconds of any number of examples:
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from hetjax.ir.cluster import Cluster, DeviceKind
 from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Op
 from hetjax.ir.program import Fragment, Program, Spec
+from hetjax.passes.constraint_ops import constrained_spec
 from hetjax.passes.cost.collectives import levels_price_s
 from hetjax.passes.cost.layers import Layer
 from hetjax.passes.cost.memory import stage_memory
@@ -30,7 +32,8 @@ from hetjax.passes.partition import Collective, Partition, partition
 from hetjax.passes.plan_stages import batch_size_of
 from hetjax.passes.search.costed import hosts_of, tensor_levels
 from hetjax.passes.search.table import LayerSizes, LayerTimes
-from hetjax.planning.layered import LayerCut, cut_layers, split_layers
+from hetjax.passes.split_activations import is_split
+from hetjax.planning.layered import LayerCut, choose_layer_specs, cut_layers, split_layers
 
 # Types of values that are there once, however many examples there are; see `hetjax.ir.microbatching`.
 _ONCE = ("R", "S", "Z")
@@ -107,6 +110,8 @@ class TracedTable:
         self._hosts = hosts_of(cluster)
         self._max_tensor, self._least_tensor = max_tensor, least_tensor
         self._degrees: dict[int, Degree | None] = {}
+        self._sequenced: TracedTable | None = None
+        self._whole: TracedTable | None = None  # where this is the one in parts, that without
         self._more = 1.0  # how much more is held than was counted
         self._cut = cut_layers(step, cluster.kinds[0])
         self.name = graph.name
@@ -136,6 +141,16 @@ class TracedTable:
     def shares(self, kind: str, tensor: int) -> None:
         return None
 
+    @property
+    def sequenced(self) -> TracedTable | None:
+        """Returns the table of the same layers whose stages split what tensor parallelism leaves whole."""
+        if self._whole is None and self._sequenced is None:
+            table = self._sequenced = copy.copy(self)
+            table._whole, table._degrees = self, {}
+            table.times = functools.lru_cache(maxsize=4096)(table._times)
+            table.sizes = functools.lru_cache(maxsize=64)(table._sizes)
+        return self._sequenced
+
     def _times(self, kind: str, tensor: int, share: int) -> LayerTimes | None:
         degree = self._degree(tensor)
         if degree is None:
@@ -159,6 +174,14 @@ class TracedTable:
                 update.append(seconds(work.update))
         except PlanError:
             return None  # the kind lacks a dtype
+        if self._whole is not None:
+            # A search rules out by the times of plain stages; that parts are faster is for the full judgement.
+            whole = self._whole.times(kind, tensor, share)
+            assert whole is not None
+            forward, backward = (
+                [max(a, b) for a, b in zip(*pair)] for pair in ((forward, whole.forward_s), (backward, whole.backward_s))
+            )
+            update = list(whole.update_s)
         return LayerTimes(tuple(forward), tuple(backward), tuple(update))
 
     def _sizes(self, tensor: int) -> LayerSizes | None:
@@ -176,13 +199,22 @@ class TracedTable:
 
     def _degree(self, tensor: int) -> Degree | None:
         if tensor not in self._degrees:
-            self._degrees[tensor] = _make(self._cut, tensor, self._examples, self._ranking(tensor))
+            if self._whole is None:
+                specs = choose_layer_specs(self._cut, tensor, self._ranking(tensor))
+                found = _make(self._cut, tensor, self._examples, specs) if tensor == 1 or specs else None
+            else:
+                whole = self._whole._degree(tensor) if tensor > 1 else None
+                specs = () if whole is None else tuple((path, spec) for path, (_, spec) in whole.specs.items())
+                found = _make(self._cut, tensor, self._examples, specs, sequence=True) if specs else None
+            self._degrees[tensor] = found
         return self._degrees[tensor]
 
     def hold_more(self, factor: float) -> None:
         """Counts all memory so many times, where plans judged in full hold more than layers did one by one."""
-        self._more *= factor
-        self.sizes.cache_clear()
+        for table in (self, self.sequenced):
+            if table is not None:
+                table._more *= factor
+                table.sizes.cache_clear()
 
     def tensor_specs(self, tensor: int) -> Mapping[str, tuple[int, Spec]]:
         """Returns (layer, spec) by path of the state leaves that a stage splits over so many devices."""
@@ -251,14 +283,14 @@ class Degree:
 
 
 def _make(
-    cut: LayerCut, tensor: int, examples: float, seconds: Callable[[Partition], float]
+    cut: LayerCut, tensor: int, examples: float, specs: tuple[tuple[str, Spec], ...], *, sequence: bool = False
 ) -> Degree | None:
-    """Returns the layers split `tensor` ways, None where no parameter can be split so."""
-    bundle, layers = split_layers(cut, tensor, seconds), cut.layers
+    """Returns the layers split `tensor` ways, None where there is no sequence that can be split so."""
+    bundle, layers = split_layers(cut, tensor, specs, sequence=sequence), cut.layers
     program, plan = bundle.program, bundle.plan
     if bundle.graph is None or program is None or plan is None or bundle.cluster is None:
         raise PlanError("the step is not cut")
-    if tensor > 1 and not plan.state_specs:
+    if sequence and not _in_parts(program):
         return None
     memory = [stage_memory(bundle.graph, program, s, 1) for s in range(len(layers))]
     works = _works(cut.step, program, bundle.cluster, len(layers), examples)
@@ -273,6 +305,13 @@ def _make(
         tuple(float(m.update) for m in memory),
         {path: (cut.homes.get(ref_of[path], 0), spec) for path, spec in plan.state_specs},
     )  # fmt: skip
+
+
+def _in_parts(program: Program) -> bool:
+    """Returns whether some activation is constrained to parts."""
+    return any(
+        is_split(constrained_spec(op, program.meshes[f.stage].axes)) for f in program.fragments for op in f.ops
+    )
 
 
 def _works(

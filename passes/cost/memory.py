@@ -7,8 +7,8 @@
                  split over replicas is whole while it is used
   transfers      values received from other stages, and those hoisted out of the microbatches
 
-Values inside a fragment are taken to be split over the axes that split what they are made of; what
-XLA fuses is not counted, as in `traffic`.
+Values inside a fragment are taken to be split as `value_splits` says; what XLA fuses is not counted, as in
+`traffic`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from hetjax.ir.graph import Aval, Graph, Op, Ref
 from hetjax.ir.program import Fragment, Port, Program, StageMesh
 from hetjax.passes.cost.traffic import memory_traffic
+from hetjax.passes.cost.value_splits import value_splits
 
 _HALF = ("bf16", "f16")
 # XLA gathers gradients into all-reduces of at most this much before it adds them up (its default).
@@ -73,16 +74,6 @@ class StageMemory:
         """The most that is held at once."""
         running = self.activations * self.in_flight + self.transfers + self.temporaries
         return self.parameters + self.optimizer + self.gradients + max(running, self.update)
-
-
-def split_axes(ops: Sequence[Op], inputs: Sequence[Port]) -> dict[Ref, frozenset[str]]:
-    """Returns, per value of a fragment, the mesh axes that split it or what it is made of."""
-    axes = {p.ref: frozenset(a for dim in p.spec for a in dim) for p in inputs}
-    for op in ops:
-        found = frozenset().union(*(axes.get(r, frozenset()) for r in op.refs))
-        for r in op.outputs:
-            axes[r] = found
-    return axes
 
 
 def parts_of(axes: frozenset[str], mesh: StageMesh) -> int:
@@ -143,7 +134,7 @@ def fragment_memory(program: Program, fragment: Fragment) -> FragmentMemory:
     given = [port_bytes(program, fragment, p, given=True) for p in fragment.outputs]
     # A sum's old value is an argument too.
     taken += sum(n for n, p in zip(given, fragment.outputs) if p.form == "sum")
-    axes = split_axes(fragment.ops, fragment.inputs)
+    axes = value_splits(fragment.ops, fragment.inputs, mesh).axes
     # A value that is only summed up leaves as part of its accumulator.
     leaving = {p.ref for p in fragment.outputs if p.form != "sum"}
     kept = {p.ref for p in fragment.inputs} | leaving

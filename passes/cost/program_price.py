@@ -2,7 +2,9 @@
 
 Collectives that XLA puts into a fragment are read off the shardings at its border:
 
-  a product that contracts a split dimension of a parameter   all-reduce of its result
+  a product that contracts a split dimension of a parameter   all-reduce of its result, or reduce-scatter
+                                                              where its result is constrained to parts
+  a constraint that gives parts whole                         all-gather of the value
   a sum over a batch that is split over devices               all-reduce of it, each microbatch, or
                                                               reduce-scatter where it stays split
   state that replicas split among them                        all-gather of it, in each call
@@ -18,18 +20,18 @@ import numpy as np
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError
 from hetjax.ir.graph import Aval, Op, Ref, subgraphs
-from hetjax.ir.program import Fragment, Program, Spec, StageMesh
+from hetjax.ir.program import Fragment, Program, StageMesh
+from hetjax.passes.constraint_ops import constrained_spec
 from hetjax.passes.cost.collectives import collective_price
-from hetjax.passes.cost.memory import parts_of, port_bytes, replica_split, split_axes, whole_bytes
+from hetjax.passes.cost.memory import parts_of, port_bytes, replica_split, whole_bytes
 from hetjax.passes.cost.roofline import FREE, Efficiency, Price
 from hetjax.passes.cost.traffic import memory_traffic
+from hetjax.passes.cost.value_splits import Splits, value_splits
 from hetjax.passes.cost.work import Kernel, Work, gathered, kernel_price
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
 # The source of a call's own seconds, beside what it computes.
 CALL = "call"
-# Ops that keep what is known of a parameter's sharding.
-_LAYOUT = ("transpose", "convert_element_type", "copy", "stop_gradient", "optimization_barrier")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ def fragment_ops(program: Program, fragment: Fragment, cluster: Cluster) -> list
     """
     mesh = program.meshes[fragment.stage]
     avals = program.micro_avals if fragment.per_microbatch else program.avals
-    axes = split_axes(fragment.ops, fragment.inputs)
+    axes = value_splits(fragment.ops, fragment.inputs, mesh).axes
     traffic = memory_traffic(fragment.ops, avals, [p.ref for p in fragment.outputs])
     exchanges = fragment_exchanges(program, fragment)
     out = []
@@ -189,14 +191,13 @@ def fragment_exchanges(program: Program, fragment: Fragment) -> dict[int, list[E
     """Returns the collectives of one call of a fragment, by the position of the op they belong to."""
     mesh = program.meshes[fragment.stage]
     avals = program.micro_avals if fragment.per_microbatch else program.avals
-    axes = split_axes(fragment.ops, fragment.inputs)
-    specs: dict[Ref, Spec] = {p.ref: p.spec for p in fragment.inputs if any(p.spec)}
-    gathers, results = _gathered(program, fragment), _completed(program, fragment, axes)
+    splits = value_splits(fragment.ops, fragment.inputs, mesh)
+    gathers, results = _gathered(program, fragment), _completed(program, fragment, splits.axes)
     out: dict[int, list[Exchange]] = {}
     for i, op in enumerate(fragment.ops):
-        split = frozenset().union(*(axes.get(r, frozenset()) for r in op.refs))
         found = [gathers.pop(r) for r in op.refs if r in gathers]
-        found += _product_reductions(op, avals, specs, split, mesh)
+        found += _constraint_gathers(op, avals, splits, mesh)
+        found += _product_reductions(i, fragment.ops, avals, splits, mesh)
         found += [results[r] for r in op.outputs if r in results]
         found = [e for e in found if e.nbytes and mesh.axis_size(e.axis) > 1]
         if found:
@@ -253,31 +254,29 @@ def product_factors(op: Op, avals: Sequence[Aval]) -> tuple[str, bool] | None:
 
 
 def _product_reductions(
-    op: Op,
-    avals: Sequence[Aval],
-    specs: dict[Ref, Spec],
-    split: frozenset[str],
-    mesh: StageMesh,
+    i: int, ops: Sequence[Op], avals: Sequence[Aval], splits: Splits, mesh: StageMesh
 ) -> Iterator[Exchange]:
-    """Yields the all-reduces after a product; keeps `specs` up to date."""
-    if op.primitive in _LAYOUT and op.refs and op.refs[0] in specs:
-        spec = specs[op.refs[0]]
-        order = op.param("permutation")
-        specs[op.outputs[0]] = spec if order is None else tuple(spec[d] for d in order)
-    if op.primitive != "dot_general":
+    """Yields the exchanges after a product whose sums the devices have in parts."""
+    made = ops[i].outputs[0] if i in splits.summed else None
+    if made is None:
         return
-    contracting, _ = op.param("dimension_numbers", (((), ()), ((), ())))
-    reduced = {
-        axis
-        for operand, dims in zip(op.inputs, contracting)
-        if isinstance(operand, int) and operand in specs
-        for d in dims
-        for axis in specs[operand][d]
-        if axis != "data"  # replicas gather a weight instead
-    }
-    nbytes = avals[op.outputs[0]].nbytes / parts_of(split - reduced, mesh)
-    for axis in sorted(reduced):
-        yield Exchange("all-reduce", axis, nbytes, op.outputs[0])
+    nbytes = avals[made].nbytes / parts_of(splits.axes[made], mesh)
+    after = ops[i + 1] if i + 1 < len(ops) else ops[i]  # a constraint that keeps a part follows at once
+    said = constrained_spec(after, mesh.axes) if made in after.refs else None
+    for axis in sorted(splits.summed[i]):
+        kept = said is not None and any(axis in dim for dim in said)
+        yield Exchange("reduce-scatter" if kept else "all-reduce", axis, nbytes, made)
+
+
+def _constraint_gathers(op: Op, avals: Sequence[Aval], splits: Splits, mesh: StageMesh) -> Iterator[Exchange]:
+    """Yields the exchanges of a constraint that gives whole what the devices have in parts."""
+    said = constrained_spec(op, mesh.axes)
+    before = splits.specs.get(op.refs[0]) if said is not None else None
+    if said is None or before is None:
+        return
+    now = {axis for dim in said for axis in dim}
+    for axis in sorted({axis for dim in before for axis in dim} - now - {"data"}):
+        yield Exchange("all-gather", axis, avals[op.outputs[0]].nbytes / parts_of(frozenset(now), mesh), op.refs[0])
 
 
 def num_arrays(program: Program, fragment: Fragment) -> int:

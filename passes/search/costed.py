@@ -76,6 +76,8 @@ class CostedTable:
       traffic: bytes of an element that the update reads and writes.
     """
 
+    sequenced = None
+
     def __init__(
         self,
         name: str,

@@ -64,6 +64,8 @@ class ModelTable(Protocol):
       routed_bytes: per layer and example, what travels to experts and back in a forward.
       experts: how many experts a layer has; 0 for none.
       state_bytes: (parameter, gradient, optimizer) bytes held per parameter.
+      sequenced: the same layers where stages split what tensor parallelism leaves whole; None where the
+        attributes above say what that costs. No layer takes less time there than here.
     """
 
     name: str
@@ -73,6 +75,9 @@ class ModelTable(Protocol):
     routed_bytes: tuple[float, ...]
     experts: int
     state_bytes: tuple[float, float, float]
+
+    @property
+    def sequenced(self) -> ModelTable | None: ...
 
     def times(self, kind: str, tensor: int, share: int) -> LayerTimes | None:
         """Returns the seconds of all layers, or None where there are no numbers."""
@@ -98,6 +103,8 @@ class PublishedTable:
       model: with its profiles.
       repaired: whether noise that makes fewer examples take longer is taken out of the profiles.
     """
+
+    sequenced = None
 
     def __init__(self, model: Model, *, repaired: bool):
         self.model = model
