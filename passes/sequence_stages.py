@@ -90,19 +90,19 @@ class SequenceStage:
             if f.stage == self.stage and (f.phase in ("forward", "backward", "weight") or any(op.region == "forward" for op in f.ops))
         ]
         regions = [regions_of(f, self.mesh, self.avals_of(f), self.fed) for f in mine]
-        best: tuple[float, dict[str, Fragment], dict[Ref, Spec], int] | None = None
+        # What suits the forward suits the backward; where there is none apart, all is in one fragment.
+        ahead = [r for r in regions if r.fragment.phase == "forward"] or regions
+        dims: dict[int, float] = {}
         tried: list[dict[Ref, Spec]] = []
         for k in range(TRIED):
-            found, specs, num, seeds = self.split(regions, k)
-            if not num or seeds in tried:
-                continue
-            tried.append(seeds)
-            moved = sum(moved_bytes(f, self.mesh, self.avals_of(f), specs) for f in found)
-            if best is None or moved < best[0]:
-                best = moved, {f.name: f for f in found}, specs, num
-        if best is None:
+            found, specs, num, seeds = self.split(ahead, k)
+            if num and seeds not in tried:
+                tried.append(seeds)
+                dims[k] = sum(moved_bytes(f, self.mesh, self.avals_of(f), specs) for f in found)
+        if not dims:
             return self.fragments
-        _, changed, specs, self.num_split = best
+        found, specs, self.num_split, _ = self.split(regions, min(dims, key=dims.__getitem__))
+        changed = {f.name: f for f in found}
         return tuple(
             renewed(changed.get(f.name, f), specs) if f.stage == self.stage else f for f in self.fragments
         )

@@ -35,6 +35,7 @@ from hetjax.passes.plan_stages import Request, batch_size_of, plan_stages
 from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective
 from hetjax.passes.search.judge import INF, Edges, Groups
 from hetjax.passes.search.own_judge import OwnJudge
+from hetjax.passes.search.part_tables import USABLE
 from hetjax.passes.search.result import SearchResult, search
 from hetjax.passes.search.space import Options as SearchOptions
 from hetjax.passes.search.space import Outline, Pool, Problem, pools_of
@@ -209,11 +210,9 @@ def search_step(
         max_tensor=wishes.max_tensor, least_tensor=2 if pins.splits else 1,
     )  # fmt: skip
     pools = _usable_pools(table, cluster)
-    # The budget is for searching, not for the table.
-    tensors = [n for pool in pools for n in table.tensors(pool.kind)]
-    parts = table.sequenced if max(tensors) > 1 else None
-    in_parts = parts is not None and any([n for pool in pools for n in parts.tensors(pool.kind)])
-    choices = _SHARDED + _SEQUENCED * in_parts
+    for pool in pools:
+        table.tensors(pool.kind)  # the budget is for searching, not for the table
+    choices = _SHARDED + _SEQUENCED * _short_of_memory(table, cluster, pools, max(1, batch_size_of(analysed)))
     problem = Problem(
         table, cluster, pools, max(1, batch_size_of(analysed)), mixed=False,
         max_devices=wishes.max_devices, counts=counts, stage_pools=pinned_pools(pins, pools),
@@ -249,6 +248,23 @@ def search_step(
     return StepSearch(
         best, tuple(judge.finalists), found, problem, time.perf_counter() - begin, tuple(judge.failures)
     )
+
+
+def _short_of_memory(table: TracedTable, cluster: Cluster, pools: Sequence[Pool], batch: int) -> bool:
+    """Returns whether tensor-parallel devices may lack room, so that sequences in parts could gain any.
+
+    The search counts them as no faster; where the whole step fits on the devices of one replica, they gain none.
+    """
+    for pool in pools:
+        room = USABLE * cluster.kind(pool.kind).memory_bytes
+        for tensor in table.tensors(pool.kind):
+            sizes = table.sizes(tensor) if tensor > 1 else None
+            if sizes is not None:
+                each = sum(sizes.stored_bytes) + sum(sizes.passing_bytes)
+                held = sum(table.state_bytes) * sum(sizes.parameters) + sum(sizes.passing_once_bytes) + sum(sizes.updating_bytes)
+                if held + batch * each > room:
+                    return True
+    return False
 
 
 class _PinnedJudge(OwnJudge):
@@ -319,6 +335,7 @@ class _Finals:
         self.problem, self.table, self.proofs = problem, table, proofs
         self.options, self.wishes, self.effort = options, wishes, effort
         self.finalists: list[Finalist] = []
+        self.outlined: dict[int, Plan] = {}  # the plan of each finalist before it was lowered
         self.failures: list[str] = []
 
     def run(self, found: SearchResult) -> int | None:
@@ -360,19 +377,18 @@ class _Finals:
             self._add("search", graph, micro, dataclasses.replace(plan, recompute="stage"))
 
     def _add_in_parts(self) -> None:
-        """Adds the best plan so far with its sequences in parts, which the search counts as no faster."""
-        best = min((f for f in self.finalists if not f.estimate.over), key=lambda f: f.value, default=None)
-        parts = self.table.sequenced
-        if best is None or parts is None:
+        """Adds the best plan so far, or the closest, with its sequences in parts: the search counts that as no faster."""
+        fitting = [f for f in self.finalists if not f.estimate.over]
+        best = min(fitting, key=lambda f: f.value, default=min(self.finalists, key=_excess, default=None))
+        if best is None or any(s.sequence for s in best.plan.stages):
             return
-        sizes = [dict(s.axes).get("model", 1) for s in best.plan.stages]
-        able = [n > 1 and parts.sizes(n) is not None for n in sizes]
-        if not any(able) or any(s.sequence for s in best.plan.stages):
+        plan = self.outlined[id(best)]
+        stages = tuple(dataclasses.replace(s, sequence=dict(s.axes).get("model", 1) > 1) for s in plan.stages)
+        if stages == plan.stages:
             return
-        graph, micro = self.proofs.at(best.plan.num_microbatches)
-        stages = tuple(dataclasses.replace(s, sequence=ok) for s, ok in zip(best.plan.stages, able))
+        graph, micro = self.proofs.at(plan.num_microbatches)
         try:
-            self._add(best.source, graph, micro, dataclasses.replace(best.plan, stages=stages))
+            self._add(best.source, graph, micro, dataclasses.replace(plan, stages=stages))
         except HetjaxError as error:
             self.failures.append(str(error))
 
@@ -405,6 +421,7 @@ class _Finals:
         if self.wishes.objective == "cost":
             value *= price_per_s(plan, self.wishes.prices)
         self.finalists.append(Finalist(source, bundle, estimate, value))
+        self.outlined[id(self.finalists[-1])] = plan
 
     def best(self) -> Finalist:
         """Returns the best that fits.

@@ -80,9 +80,9 @@ class PartTables:
 
     def _part(self, group: Group, part: Part) -> PartTable | None:
         table, pool = self.problem.table, self.problem.pools[part.pool]
-        apart = group.options.sequence and table.sequenced is not None
-        if apart and part.tensor > 1:
-            table = table.sequenced or table
+        sequenced = table.sequenced if group.options.sequence else None
+        if sequenced is not None and part.tensor in sequenced.tensors(pool.kind):
+            table = sequenced  # else there is nothing that could be split
         if part.tensor not in table.tensors(pool.kind):
             return None  # the model cannot be split so far
         times, sizes = table.times(pool.kind, part.tensor, part.share), table.sizes(part.tensor)
@@ -107,7 +107,7 @@ class PartTables:
             update = [
                 u + levels_price_s("all-gather", steps, replicas, parameter * n) for u, n in zip(update, mine)
             ]
-        if options.sequence and not apart:
+        if options.sequence and sequenced is None:
             # Sums over tensor-parallel devices become a scatter and a gather; the backward gathers again.
             inner = (Level(part.tensor, self.wires.inner(part.pool), 1),)
             for nbytes in dict.fromkeys(table.gathered_bytes):
