@@ -79,6 +79,7 @@ def table():
     state, x = jax.eval_shape(create), jax.ShapeDtypeStruct(shape, jnp.float32)
     traced = hetjax.parallelize(step, num_stages=1, num_microbatches=1).lower(state, x)._entry.graph
     graph = analyse(Bundle(graph=traced)).graph
+    assert graph is not None
     return TracedTable(Bundle(graph=graph, microbatching=one_microbatch(graph)), Cluster.parse(NODE))
 
 
