@@ -53,6 +53,7 @@ def _seconds(text: str) -> float:
 @click.option("--budget", help=f"Stop after this time [30s for a STEP, {_BUDGET_S:g}s].")
 @click.option("--evaluations", type=click.IntRange(1), default=_EVALUATIONS, show_default=True, help="Stop after so many plans.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search; the same seed and evaluations find the same plan.")
+@click.option("--processes", type=click.IntRange(1), help="Profiles: search in so many processes [1]; the same seed and evaluations find the same plan in any number.")
 @click.option("--without", multiple=True, metavar="NAME", help="Switch a principle off.")
 @click.option("--max-devices", type=click.IntRange(1), help="Use no more devices.")
 @click.option("--emit", type=click.Choice(("sailor",)), help="Profiles: print the plan in this form only.")
@@ -90,6 +91,8 @@ def _plan_step(step: str, emit: str | None, as_json: bool, options: dict[str, An
     wrong = [f"--{n}" for n in ("model", "availability") if options[n] is not None]
     if wrong or emit:
         raise click.UsageError(f"{', '.join(wrong) or '--emit'}: only published profiles need it, and STEP is traced")
+    if options["processes"]:
+        raise click.UsageError("--processes: STEP is searched in one process, as a traced step cannot be given to another")
     load = options["load"]
     if load and (options["explore"] or options["log"] or options["max_devices"] or options["microbatches"] or options["schedule"]):
         raise click.UsageError("--load replays a plan; --explore, --log, --max-devices, --microbatches and --schedule are for a search")
@@ -148,7 +151,7 @@ def _plan_profiles(emit: str | None, as_json: bool, options: dict[str, Any]) -> 
         raise click.UsageError(f"{', '.join(wrong) or '--objective and --price'}: only a STEP takes it")
     if not options["profiles"].is_dir():
         raise click.UsageError(f"--profiles {options['profiles']}: a folder of published profiles is wanted, or give a STEP")
-    names = ("profiles", "model", "availability", "gbs", "cost", "evaluations", "seed", "without", "max_devices")
+    names = ("profiles", "model", "availability", "gbs", "cost", "evaluations", "seed", "without", "max_devices", "processes")
     budget_s = _seconds(options["budget"] or f"{_BUDGET_S}s")
     facts, published, found = _from_profiles(budget_s=budget_s, **{n: options[n] for n in names})
     if options["explore"] is not None:
@@ -175,7 +178,7 @@ def _list_principles(as_json: bool) -> int:
 
 def _from_profiles(
     *, profiles: Path, model: str, availability: str, gbs: int, cost: str, budget_s: float, evaluations: int,
-    seed: int, without: tuple[str, ...], max_devices: int | None,
+    seed: int, without: tuple[str, ...], max_devices: int | None, processes: int | None,
 ) -> tuple[dict[str, Any], dict[str, Any], SearchResult]:
     """Returns what `--json` prints, the plan in the published form, and the search."""
     from hetjax.passes.cost.availability import availability_cluster, read_availability
@@ -197,7 +200,7 @@ def _from_profiles(
     table = PublishedTable(read_model(profiles, model), repaired=cost == "own")
     problem = Problem(table, cluster, pools_of(cluster), gbs, alike=True, max_devices=max_devices or 0)
     judge = PublishedJudge(problem, profiles) if cost == "published" else OwnJudge(problem)
-    found = search(judge, seed=seed, max_evaluations=evaluations, budget_s=budget_s, without=without)
+    found = search(judge, seed=seed, max_evaluations=evaluations, budget_s=budget_s, without=without, processes=processes)
     outline, seconds = found.outline, found.report.seconds
     other = OwnJudge(problem) if cost == "published" else PublishedJudge(problem, profiles)
     beside = other.report(outline)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hetjax.ir.cluster import Cluster, DeviceKind, Link
 from hetjax.passes.cost.collectives import Level, levels_price_s
@@ -107,9 +108,19 @@ class CostedTable:
         self._efficiency = efficiency or {}
         self._kinds = {k.name: k for k in cluster.kinds}
         self._hosts = hosts_of(cluster)
+        self._remember()
+
+    def _remember(self) -> None:
         self.times = functools.lru_cache(maxsize=4096)(self._times)
         self.sizes = functools.lru_cache(maxsize=64)(self._sizes)
         self.tensors = functools.lru_cache(maxsize=64)(self._tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("times", "sizes", "tensors")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._remember()
 
     def _tensors(self, kind: str) -> tuple[int, ...]:
         """Returns powers of two up to what the model allows and twice a node holds."""

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hetjax.ir.errors import PlanError
 from hetjax.passes.search.cuts import balanced, even
@@ -91,6 +91,7 @@ class Evaluator:
         self.budget_s = budget_s
         self.evaluations = 0
         self.simulations = 0
+        self.elsewhere = 0  # evaluations of others that were counted
         self.best = INF
         self.outline: Outline | None = None
         self.improvements: list[Improvement] = []
@@ -118,11 +119,44 @@ class Evaluator:
     def elapsed_s(self) -> float:
         return self._clock() - self._begin
 
+    @property
+    def left_s(self) -> float | None:
+        """Returns the seconds left of the budget, None where there is none."""
+        return None if self.budget_s is None else self.budget_s - self.elapsed_s
+
+    @property
+    def looked_at(self) -> int:
+        """Returns how many plans were looked at, here and elsewhere."""
+        return self.evaluations + self.elsewhere
+
+    def adopt(self, value: float, outline: Outline) -> bool:
+        """Takes a plan judged elsewhere for the best where it is; returns whether it is."""
+        if value >= self.best * (1 - _EPS):
+            return False
+        self.best, self.outline = value, outline
+        return True
+
+    def count(self, evaluations: int, simulations: int, found: Sequence[Improvement]) -> None:
+        """Takes note of what was judged elsewhere: how many plans, and which were better than others."""
+        for i in found:
+            if self.adopt(i.value, i.outline):
+                last_s = self.improvements[-1].elapsed_s if self.improvements else 0.0
+                self._note(dataclasses.replace(
+                    i, evaluations=self.looked_at + i.evaluations, elapsed_s=max(last_s, i.elapsed_s)
+                ))  # fmt: skip
+        self.elsewhere += evaluations
+        self.simulations += simulations
+
+    def _note(self, found: Improvement) -> None:
+        self.improvements.append(found)
+        if self._on_improvement is not None:
+            self._on_improvement(found)
+
     def check(self) -> None:
         """Raises `Stopped` where the budget is spent."""
         if self.stop:
             raise Stopped
-        if self.max_evaluations is not None and self.evaluations >= self.max_evaluations:
+        if self.max_evaluations is not None and self.looked_at >= self.max_evaluations:
             raise Stopped
         if self.budget_s is not None and self.elapsed_s >= self.budget_s:
             raise Stopped
@@ -154,12 +188,7 @@ class Evaluator:
         if value < self.best * (1 - _EPS):
             self.best = value
             self.outline = Outline(m, groups, edges)
-            found_now = Improvement(
-                self.evaluations, self.elapsed_s, value, self.outline, self.source
-            )
-            self.improvements.append(found_now)
-            if self._on_improvement is not None:
-                self._on_improvement(found_now)
+            self._note(Improvement(self.looked_at, self.elapsed_s, value, self.outline, self.source))
         return value
 
     def judged(self) -> Iterator[tuple[Outline, float]]:
@@ -184,6 +213,10 @@ class Cutter:
         self._chains: dict[Groups, float] = {}
         self._plans: dict[tuple[int, Groups], tuple[tuple[Groups, Edges], ...]] = {}
         self._tight = evaluator.judge.fixed_memory and not self.problem.options
+
+    def share(self, other: Cutter) -> None:
+        """Keeps plans and bounds where another cutter of the same problem keeps its own; none depends on the best plan."""
+        self._periods, self._chains, self._plans = other._periods, other._chains, other._plans
 
     def period_s(self, m: int, groups: Groups) -> float:
         """Returns what a microbatch costs the slowest stage at least, whatever the options and cuts."""

@@ -66,6 +66,9 @@ class OwnJudge:
         self._rooms: dict[tuple[Group, int], tuple[Room, ...]] = {}
         self._stages: dict[tuple[Group, int, int], Stage] = {}
 
+    def __reduce__(self):  # what was worked out is left behind
+        return functools.partial(type(self), sync_each=self.sync_each), (self.problem,)
+
     # What the search builds on.
 
     def twins(self) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class PublishedJudge:
     def __init__(self, problem: Problem, folder: str | Path):
         table = problem.table
         assert isinstance(table, PublishedTable)
-        self.problem = problem
+        self.problem, self.folder = problem, folder
         self._between: Any = load_json(Path(folder) / "links" / "multizone_bandwidths_het.json")
         self._zones = [p.site.split("/")[0] for p in problem.pools]
         self._gpus = [_GPU_OF[p.kind] for p in problem.pools]
@@ -85,6 +85,9 @@ class PublishedJudge:
         self._stages: dict[tuple[Group, int, int, int], tuple[float, float, float]] = {}
         self._crossings: dict[tuple[Group, Group, int], float] = {}
         self._floors: dict[Micro, float] = {}
+
+    def __reduce__(self):  # what was worked out is left behind
+        return type(self), (self.problem, self.folder)
 
     # What the search builds on.
 

@@ -25,8 +25,6 @@ _REACH = 1.3
 _PATIENCE = 300
 # A step of a climb must make a plan better by this share of its value; once none does, by the next.
 _STEPS = (1e-2, 2e-3, 1e-9)
-# Of problems of more stages, so many climbs take turns; how far their seeds are apart.
-_MANY_STAGES, _LANES, _APART = 8, 3, 1_000_003
 # How much better other starts must be than one that came to a halt.
 _WAIT = 1.02
 
@@ -173,28 +171,3 @@ def micro_of(outline: Outline, alike: bool) -> Micro:
     """Returns the division of the batch that a plan has."""
     first = outline.groups[0]
     return Micro(outline.num_microbatches, first.examples, first.replicas if alike else 0)
-
-
-class Lanes:
-    """Refiners with draws of their own that take turns: where plans are many-staged, one climb is a matter of luck.
-
-    Args:
-      view: the problem.
-      seed: of all of them.
-    """
-
-    def __init__(self, view: View, seed: int):
-        problem = view.problem
-        many = not problem.alike and problem.stage_limit > _MANY_STAGES
-        self._lanes = [Refiner(view, seed + i * _APART) for i in range(_LANES if many else 1)]
-        self._turn = 0
-
-    def offer(self, micro: Micro, groups: Groups, value: float) -> None:
-        """Tells all of a plan that might be climbed from."""
-        for lane in self._lanes:
-            lane.offer(micro, groups, value)
-
-    def work(self, evaluations: int) -> None:
-        """Goes on for so many evaluations, with the next of them."""
-        self._turn = (self._turn + 1) % len(self._lanes)
-        self._lanes[self._turn].work(evaluations)

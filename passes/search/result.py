@@ -12,16 +12,20 @@ from hetjax.ir.display import Shown
 from hetjax.ir.errors import HetjaxError, PlanError
 from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective, Stopped
 from hetjax.passes.search.judge import INF, Judge, Report
+from hetjax.passes.search.lanes import Offers, Setting
 from hetjax.passes.search.moves import with_options
 from hetjax.passes.search.own_judge import OwnJudge
-from hetjax.passes.search.refine import Lanes
+from hetjax.passes.search.refine import Refiner
 from hetjax.passes.search.relaxation import Relaxation
+from hetjax.passes.search.rounds import Rounds
 from hetjax.passes.search.space import PLAIN, Outline, Problem, problems_of
 from hetjax.passes.search.sweep import Sweep
 from hetjax.passes.search.tree import SETTLED as SETTLED
 from hetjax.passes.search.tree import Node, TreeSearch
 from hetjax.passes.search.view import View
 
+# Where plans may have more stages than these one climb is a matter of luck.
+_MANY_STAGES = 8
 # Nodes of the tree that are kept for people to look at, the most visited first.
 _KEPT_NODES = 2000
 
@@ -142,6 +146,7 @@ def search(
     without: Sequence[str] = (),
     on_improvement: Callable[[Improvement], None] | None = None,
     on_start: Callable[[Evaluator], None] | None = None,
+    processes: int | None = None,
 ) -> SearchResult:
     """Returns the best plan found.
 
@@ -155,6 +160,9 @@ def search(
       without: principles switched off.
       on_improvement: told of every new best plan.
       on_start: given the evaluator, whose `stop` ends the search with what it has.
+      processes: over how many the search is divided; changes nothing in the plan, only how long it takes. Given, or
+        where plans may have many stages, the search goes in rounds (`hetjax.passes.search.rounds`); one process then,
+        if not given.
 
     Raises:
       PlanError: no plan fits; says by how much, where, and what would help. Or an unknown principle.
@@ -164,22 +172,29 @@ def search(
     )
     view = View(evaluator, without)
     sweep = Sweep(view)
-    tree = TreeSearch(view, seed, Lanes(view, seed), sweep)
-    # What is open now may be closed later: the bound of the whole problem is the root's.
-    lower_bound = tree.root.bound
-    if isinstance(judge, OwnJudge) and evaluator.objective.name == "time" and view.prunes_by_bound and not sweep.active:
-        lower_bound = max(lower_bound, Relaxation(view, view.quickest_sketch_s).bound_s())
-    evaluator.lower_bound = lower_bound
+    rounds: Rounds | None = None
+    offers = Offers() if processes is not None or _many_staged(judge.problem) else None
+    tree = TreeSearch(view, seed, Refiner(view, seed) if offers is None else offers, sweep)
+    if offers is not None:
+        setting = Setting(judge, evaluator.objective, tuple(without), seed, ())
+        rounds = Rounds(tree, offers, setting, processes or 1)
+    # What is open now may be closed later: the bound of the whole problem is the root's, or a better one.
+    lower_bound = evaluator.lower_bound = tree.root.bound
     if on_start is not None:
         on_start(evaluator)
     stopped = "idle"
     try:
-        tree.run()
+        if not sweep.active:
+            lower_bound = evaluator.lower_bound = _lower_bound(view, lower_bound)
+        (tree if rounds is None else rounds).run()
     except Stopped:
-        spent = max_evaluations is not None and evaluator.evaluations >= max_evaluations
+        spent = max_evaluations is not None and evaluator.looked_at >= max_evaluations
         stopped = "evaluations" if spent else "interrupted" if evaluator.stop else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
+    finally:
+        if rounds is not None:
+            rounds.close()
     search_s = evaluator.elapsed_s
     outline = evaluator.outline
     if outline is None:
@@ -193,12 +208,24 @@ def search(
     proved = tree.root.closed and view.prunes_by_bound
     value = evaluator.best
     return SearchResult(
-        outline, report, value, value if proved else min(lower_bound, value), proved, evaluator.evaluations,
+        outline, report, value, value if proved else min(lower_bound, value), proved, evaluator.looked_at,
         evaluator.simulations, seed, search_s, tuple(evaluator.improvements),
         SearchTree(_records(tree), "s" if evaluator.objective.name == "time" else ""), _unused(view, outline),
         tuple(describe(judge.problem, outline)),
         "proved" if proved else stopped,
     )  # fmt: skip
+
+
+def _lower_bound(view: View, simple: float) -> float:
+    """Returns a value that no plan of the problem falls below, no less than the tree's bound."""
+    timed = view.evaluator.objective.name == "time" and isinstance(view.judge, OwnJudge)
+    if not timed or not view.prunes_by_bound:
+        return simple
+    return max(simple, Relaxation(view, view.quickest_sketch_s).bound_s())
+
+
+def _many_staged(problem: Problem) -> bool:
+    return not problem.alike and problem.stage_limit > _MANY_STAGES
 
 
 def _records(tree: TreeSearch) -> tuple[TreeNode, ...]:
@@ -299,7 +326,7 @@ def nothing_fits(view: View, *, proved: bool = True) -> PlanError:
             f"were spread evenly; they cannot be, and what is in flight comes on top. {_REMEDIES}"
         )
     return PlanError(
-        f"the search ended after {view.evaluator.evaluations} evaluations without a plan for {problem.table.name} that "
+        f"the search ended after {view.evaluator.looked_at} evaluations without a plan for {problem.table.name} that "
         f"fits. One may exist: with {where}, {numbers}. Give it more evaluations or seconds. If that finds none: {_REMEDIES}"
     )
 

@@ -24,8 +24,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from hetjax.passes.search.judge import INF
+from hetjax.passes.search.lanes import Offers
 from hetjax.passes.search.moves import MOST_EDGES, MOST_OPTIONS, ROOT, State, canonical
-from hetjax.passes.search.refine import Lanes
+from hetjax.passes.search.refine import Refiner
 from hetjax.passes.search.space import Group, Micro, Problem
 from hetjax.passes.search.sweep import Sweep
 from hetjax.passes.search.view import View
@@ -97,7 +98,7 @@ class TreeSearch:
       sweep: what settles the structures of small problems one by one.
     """
 
-    def __init__(self, view: View, seed: int, refiner: Lanes | None = None, sweep: Sweep | None = None):
+    def __init__(self, view: View, seed: int, refiner: Refiner | Offers | None = None, sweep: Sweep | None = None):
         self.view = view
         self.evaluator = view.evaluator
         self.random = random.Random(seed)
@@ -118,21 +119,39 @@ class TreeSearch:
         Raises:
           Stopped: the budget is spent.
         """
-        while not self.root.closed:
-            self.evaluator.check()
-            before = self.evaluator.evaluations
-            self._visits += 1
-            self.step()
-            self._idle = 0 if self.evaluator.evaluations > before else self._idle + 1
-            if self._idle > _MOST_IDLE:
-                return
-            drawn = self.evaluator.evaluations - before
-            if self.sweep is not None:
-                self.sweep.work(_SWEEP * (1 + drawn))
-                if self.sweep.done:
-                    self.root.closed, self.root.why = True, SETTLED
-            if self.refiner is not None and self._visits > self._first_visits:
-                self.refiner.work(_REFINEMENT * (1 + drawn))
+        while not self.settled:
+            self.advance()
+
+    @property
+    def settled(self) -> bool:
+        """Returns whether the root is closed, or nothing new turned up for long."""
+        return self.root.closed or self._idle > _MOST_IDLE
+
+    @property
+    def warm(self) -> bool:
+        """Returns whether the first plans are drawn, after which the refinement begins."""
+        return self._visits > self._first_visits
+
+    def advance(self) -> None:
+        """Walks down once, and lets sweep and refinement work.
+
+        Raises:
+          Stopped: the budget is spent.
+        """
+        self.evaluator.check()
+        before = self.evaluator.evaluations
+        self._visits += 1
+        self.step()
+        self._idle = 0 if self.evaluator.evaluations > before else self._idle + 1
+        if self._idle > _MOST_IDLE:
+            return
+        drawn = self.evaluator.evaluations - before
+        if self.sweep is not None:
+            self.sweep.work(_SWEEP * (1 + drawn))
+            if self.sweep.done:
+                self.root.closed, self.root.why = True, SETTLED
+        if self.refiner is not None and self.warm:
+            self.refiner.work(_REFINEMENT * (1 + drawn))
 
     def step(self) -> None:
         """Walks down once."""

@@ -37,13 +37,14 @@ class View:
     Args:
       evaluator: judges, and knows the best plan.
       without: names of principles switched off.
+      like: a view of the same problem, judge and principles, whose facts are used.
     """
 
-    def __init__(self, evaluator: Evaluator, without: Sequence[str] = ()):
+    def __init__(self, evaluator: Evaluator, without: Sequence[str] = (), *, like: View | None = None):
         self.evaluator = evaluator
         self.judge = evaluator.judge
         self.problem = evaluator.problem
-        self.rates = Rates(self.judge)
+        self.rates = like.rates if like is not None else Rates(self.judge)
         self.principles = active(without)
         names = {p.name for p in self.principles}
         keep_apart = "no-dense-over-slow" in names and not self.problem.compressed
@@ -62,6 +63,9 @@ class View:
         self._facts: dict[Group, Facts] = {}
         self._sketches: dict[tuple[Micro, bool], Sketch] = {}
         self._weights: dict[Group, tuple[float, str]] = {}
+        if like is not None:
+            self.moves, self._sketches, self._weights = like.moves, like._sketches, like._weights
+            self.cutter.share(like.cutter)
 
     def weigh(self, decides: str, *decision: object) -> tuple[float, str]:
         """Returns a decision's weight, and the reason where it is 0."""

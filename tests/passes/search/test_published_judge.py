@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -174,6 +175,18 @@ def test_the_command_plans_and_emits(folder):
     assert published.batch == 1024
     assert published.num_microbatches == facts["plan"]["num_microbatches"]
     assert sum(r.tensor for s in published.replicas for r in s) == facts["devices_used"]
+
+
+def test_the_command_searches_in_processes_but_not_for_a_step(folder):
+    plans = [
+        json.loads(run(folder, "--json", "--evaluations", "150", "--budget", "60s", "--processes", n).output)["plan"]
+        for n in ("1", "2")
+    ]
+    assert plans[0] == plans[1]
+    with pytest.raises(click.UsageError, match="STEP is searched in one process"):
+        CliRunner().invoke(
+            plan_command, ["step.py:build", "--processes", "2"], standalone_mode=False, catch_exceptions=False
+        )
 
 
 def test_the_command_refuses_in_sentences(folder):
