@@ -222,7 +222,7 @@ def search_step(
     for attempt in range(_ANEW):
         try:
             found = search(
-                _PinnedJudge(problem, sync_each=True), objective=Objective(wishes.objective, wishes.prices),
+                _PinnedJudge(problem, sync_each=True, schedule=options.schedule or ""), objective=Objective(wishes.objective, wishes.prices),
                 seed=effort.seed, max_evaluations=effort.evaluations, budget_s=effort.budget_s,
                 without=effort.without, on_start=on_start, on_improvement=on_improvement,
             )  # fmt: skip

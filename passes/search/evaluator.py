@@ -212,7 +212,7 @@ class Cutter:
         self._periods: dict[tuple[int, Groups], float] = {}
         self._chains: dict[Groups, float] = {}
         self._plans: dict[tuple[int, Groups], tuple[tuple[Groups, Edges], ...]] = {}
-        self._tight = evaluator.judge.fixed_memory and not self.problem.options
+        self._tight = evaluator.judge.fixed_memory and evaluator.judge.exact and not self.problem.options
 
     def share(self, other: Cutter) -> None:
         """Keeps plans and bounds where another cutter of the same problem keeps its own; none depends on the best plan."""

@@ -1,6 +1,6 @@
 """Lanes: climbs with draws of their own that go on in rounds, each in whichever process.
 
-A round gives the tree and every lane as many evaluations each. At its end the best plan of all, and the plans that
+At the end of a round the best plan of all, and the plans that
 the tree offers to climb from, are made known to every lane. What a lane does in a round depends on its seed and on
 what it was told, not on where it runs: the same seed and evaluations give the same plan in one process or in many.
 """

@@ -2,7 +2,8 @@
 
 What a stage takes and holds are sums over its layers (`part_tables`), what crosses its boundaries is the links'
 business (`wires`). Gradients are summed after the last backward, or with every microbatch where the runtime does
-so. The order is 1F1B with the warm-ups that hide the links, as far as memory allows (`step_times`).
+so. The order is 1F1B with the warm-ups that hide the links, as far as memory allows, or those of the schedule asked
+for (`step_times`).
 
 `bound_s` is the largest of the chain of one microbatch, the busiest stage and the busiest line
 (`hetjax.passes.bounds`, without its windows); `seconds` runs the task lists.
@@ -21,7 +22,7 @@ from hetjax.passes.schedules.costs import PipelineCosts
 from hetjax.passes.search.judge import INF, Edges, Groups, Report, Room, StageReport
 from hetjax.passes.search.part_tables import PartTable, PartTables
 from hetjax.passes.search.space import EXCHANGES, Group, Micro, Outline, Problem
-from hetjax.passes.search.step_times import Steps
+from hetjax.passes.search.step_times import WARMUPS, Steps
 from hetjax.passes.search.table import prefix
 from hetjax.passes.search.wires import Wires
 
@@ -49,6 +50,9 @@ class OwnJudge:
     Args:
       problem: the problem.
       sync_each: whether gradients are summed over replicas with every microbatch.
+      schedule: what was asked for. One of `WARMUPS` is priced as it is; with any other (split backwards, several
+        stages a device), and with none, plans are priced as virtual-1f1b, and what is lowered is priced anew under its
+        own schedule (`estimate_program`).
     """
 
     name = "own"
@@ -56,18 +60,21 @@ class OwnJudge:
     adds_up = False
     fixed_memory = False
 
-    def __init__(self, problem: Problem, *, sync_each: bool = False):
+    def __init__(self, problem: Problem, *, sync_each: bool = False, schedule: str = ""):
         self.problem = problem
         self.sync_each = sync_each
+        self.schedule = schedule if schedule in WARMUPS else ""
+        # A schedule with warm-ups of its own holds what it holds.
+        self.fixed_memory = bool(self.schedule)
         self.wires = Wires(problem)
         self._tables = PartTables(self.wires, whole_sums=sync_each)
-        self._steps = Steps()
+        self._steps = Steps(self.schedule)
         self._step_works: dict[tuple[int, Group, bool], tuple[Sequence[float], ...]] = {}
         self._rooms: dict[tuple[Group, int], tuple[Room, ...]] = {}
         self._stages: dict[tuple[Group, int, int], Stage] = {}
 
     def __reduce__(self):  # what was worked out is left behind
-        return functools.partial(type(self), sync_each=self.sync_each), (self.problem,)
+        return functools.partial(type(self), sync_each=self.sync_each, schedule=self.schedule), (self.problem,)
 
     # What the search builds on.
 
@@ -137,7 +144,7 @@ class OwnJudge:
         return found
 
     def in_flight(self, stage: int, stages: int, m: int) -> int:
-        return min(m, stages - stage)
+        return WARMUPS[self.schedule or "1f1b"](stage, stages, m)
 
     def floor_s(self, micro: Micro) -> float:
         return 0.0
@@ -165,7 +172,7 @@ class OwnJudge:
             stage = self._stages.get(key)
             if stage is None:
                 stage = self._stages[key] = self._stage(*key)
-            if not stage.most:
+            if not stage.most or stage.most < self._least_held(s, last + 1, m):
                 return INF
             stages.append(stage)
         crossings = [self.wires.crossing(groups[s], groups[s + 1], edges[s + 1]) for s in range(last)]
@@ -191,6 +198,10 @@ class OwnJudge:
             best = max(best, heads[s] + busy + tail)
         return best
 
+    def _least_held(self, stage: int, stages: int, m: int) -> int:
+        """Returns how many activations a stage holds at least."""
+        return WARMUPS[self.schedule](stage, stages, m) if self.schedule else 1
+
     def seconds(self, m: int, groups: Groups, edges: Edges, than: float = INF) -> float:
         costs = self.costs(m, groups, edges)
         if costs is None:
@@ -200,7 +211,7 @@ class OwnJudge:
     def costs(self, m: int, groups: Groups, edges: Edges) -> PipelineCosts | None:
         """Returns a plan as plain numbers, or None where it does not fit."""
         stages = [self._stage_of(g, edges[s], edges[s + 1]) for s, g in enumerate(groups)]
-        if not all(s.most for s in stages):
+        if not all(s.most and s.most >= self._least_held(i, len(stages), m) for i, s in enumerate(stages)):
             return None
         crossings = [
             self.wires.crossing(a, b, edges[s + 1]) for s, (a, b) in enumerate(itertools.pairwise(groups))
@@ -222,17 +233,20 @@ class OwnJudge:
         stages, problems = [], []
         for s, group in enumerate(groups):
             stage = self._stage_of(group, edges[s], edges[s + 1])
-            held = warmups[s] if warmups else 1
+            least = self._least_held(s, len(groups), m)
+            held = warmups[s] if warmups else least
             needs = [
                 (self._needs(t, edges[s], edges[s + 1], held), t.usable, p)
                 for t, p in zip(self._tables_of(group), group.parts)
             ]
             need, has, part = max(needs, key=lambda n: n[0] - n[1])
-            if not stage.most:
+            if stage.most < least:
                 kind = self.problem.pools[part.pool].kind
+                held_as = f"with the {least} microbatches in flight that {self.schedule} has" if least > 1 else (
+                    "even with one microbatch in flight"
+                )
                 problems.append(
-                    f"stage {s} needs {need / 1e9:.4g} GB on each {kind} even with one microbatch in "
-                    f"flight; {has / 1e9:.4g} GB can be used"
+                    f"stage {s} needs {need / 1e9:.4g} GB on each {kind} {held_as}; {has / 1e9:.4g} GB can be used"
                 )
             stages.append(
                 StageReport(
@@ -248,7 +262,7 @@ class OwnJudge:
             short = m * len(groups) <= _MOST_WINDOWS
             bound_s = lower_bound(costs).lower_s if short else self.bound_s(m, groups, edges)
         return Report(
-            seconds, bound_s, "virtual-1f1b", warmups, tuple(stages), tuple(crossing_s), tuple(problems)
+            seconds, bound_s, self.schedule or "virtual-1f1b", warmups, tuple(stages), tuple(crossing_s), tuple(problems)
         )
 
     @staticmethod

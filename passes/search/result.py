@@ -167,6 +167,7 @@ def search(
     Raises:
       PlanError: no plan fits; says by how much, where, and what would help. Or an unknown principle.
     """
+    _check_stages(judge.problem)
     evaluator = Evaluator(
         judge, objective, max_evaluations=max_evaluations, budget_s=budget_s, on_improvement=on_improvement
     )
@@ -214,6 +215,21 @@ def search(
         tuple(describe(judge.problem, outline)),
         "proved" if proved else stopped,
     )  # fmt: skip
+
+
+def _check_stages(problem: Problem) -> None:
+    """Raises PlanError where a stage must be somewhere that no plan can have."""
+    beyond = sorted({s for s, _ in problem.stage_pools if s >= problem.stage_limit})
+    if beyond:
+        most, layers = problem.stage_limit, problem.num_layers
+        limit = f"{layers} layer{'s' * (layers > 1)} and {problem.num_devices} devices"
+        if problem.max_stages and most == problem.max_stages:
+            limit = f"at most {most} stages were asked for"
+        raise PlanError([
+            f"stage[{s}] is pinned, but no plan of {problem.table.name} can have {s + 1} stages: {limit}; "
+            f"the last stage there can be is stage[{most - 1}]"
+            for s in beyond
+        ])  # fmt: skip
 
 
 def _lower_bound(view: View, simple: float) -> float:
@@ -327,7 +343,8 @@ def nothing_fits(view: View, *, proved: bool = True) -> PlanError:
         )
     return PlanError(
         f"the search ended after {view.evaluator.looked_at} evaluations without a plan for {problem.table.name} that "
-        f"fits. One may exist: with {where}, {numbers}. Give it more evaluations or seconds. If that finds none: {_REMEDIES}"
+        f"fits, and without showing that there is none: with {where}, {numbers}. Give it more evaluations or seconds; "
+        f"if that finds none: {_REMEDIES}"
     )
 
 

@@ -1,7 +1,7 @@
 """A search in rounds: the tree, and lanes that climb, in one process or in several.
 
-The tree alone looks at every division of the batch first. From then on every round gives it and each lane as many
-evaluations; see `hetjax.passes.search.lanes`.
+The tree alone looks at every division of the batch first. From then on every round gives each lane so many
+evaluations, and the tree as many walks and evaluations together; see `hetjax.passes.search.lanes`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hetjax.passes.search.lane_process import LaneProcess
 from hetjax.passes.search.lanes import NUM_LANES, Done, Lane, Offers, Order, Setting, lanes_of
 from hetjax.passes.search.tree import TreeSearch
 
-# Evaluations of the tree, and of each lane, in a round.
+# Walks and evaluations of the tree, and evaluations of each lane, in a round.
 _ROUND = 24
 # After so many rounds in which nothing was judged the search ends.
 _MOST_IDLE = 64
@@ -98,12 +98,14 @@ class Rounds:
 
     def _draw(self, wanted: int, most: int) -> bool:
         """Lets the tree draw; returns whether it may go on."""
-        until = self.evaluator.evaluations + wanted
+        # A walk down the tree takes its time where it meets no plan worth judging, too.
+        begin, walks = self.evaluator.evaluations, 0
         # The count of all, not of the tree alone, is what the evaluator compares with its most.
         self.evaluator.max_evaluations = self.evaluator.looked_at + most
         try:
-            while self.evaluator.evaluations < until and not self.tree.settled:
+            while walks + self.evaluator.evaluations - begin < wanted and not self.tree.settled:
                 self.tree.advance()
+                walks += 1
         except Stopped:
             return False
         return True

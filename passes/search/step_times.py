@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hetjax.passes.schedules.costs import PipelineCosts
 from hetjax.passes.schedules.periodic import shortest_period_s
@@ -13,11 +13,23 @@ from hetjax.passes.schedules.virtual import virtual_warmups
 from hetjax.passes.search.judge import INF
 from hetjax.passes.simulator_fast import ends_of, finish_s, tables, warmup_ops
 
+# Schedules that are the 1F1B pattern with warm-ups of their own: (stage, stages, microbatches) to what a stage holds.
+WARMUPS: dict[str, Callable[[int, int, int], int]] = {
+    "gpipe": lambda stage, stages, m: m,
+    "1f1b": lambda stage, stages, m: min(m, stages - stage),
+    "eager-1f1b": lambda stage, stages, m: min(m, 2 * (stages - stage) - 1),
+}
+
 
 class Steps:
-    """Steps simulated; what was simulated once is kept."""
+    """Steps simulated; what was simulated once is kept.
 
-    def __init__(self) -> None:
+    Args:
+      schedule: one of `WARMUPS`, or "" for the quickest warm-ups of a few, within memory.
+    """
+
+    def __init__(self, schedule: str = "") -> None:
+        self._warmups = WARMUPS.get(schedule)
         self._simulated: dict[PipelineCosts, tuple[float, tuple[int, ...]]] = {}
         self._estimated: dict[PipelineCosts, float] = {}
 
@@ -36,7 +48,10 @@ class Steps:
         found = self._simulated.get(costs)
         if found is not None:
             return found
-        if costs.num_microbatches > 2 * _window(costs):
+        if self._warmups is not None:
+            seconds, warmups = self._as_asked(costs), self._asked(costs)
+            found = (INF, ()) if seconds is None else (seconds, warmups)
+        elif costs.num_microbatches > 2 * _window(costs):
             wanted = self._filling(costs)[1]
             seconds = _by_warmups(costs, wanted) if wanted else None
             found = (INF, ()) if seconds is None else (seconds, _allowed(costs, wanted))
@@ -44,6 +59,18 @@ class Steps:
             found = _quickest(costs)
         self._simulated[costs] = found
         return found
+
+    def _asked(self, costs: PipelineCosts) -> tuple[int, ...]:
+        assert self._warmups is not None
+        stages, m = costs.num_stages, costs.num_microbatches
+        return tuple(self._warmups(s, stages, m) for s in range(stages))
+
+    def _as_asked(self, costs: PipelineCosts) -> float | None:
+        """Returns the seconds under the warm-ups of the schedule, None where memory does not allow them."""
+        warmups = self._asked(costs)
+        if any(k > most for k, most in zip(warmups, costs.max_in_flight or warmups)):
+            return None
+        return _by_warmups(costs, warmups)
 
     def _filling(self, costs: PipelineCosts) -> tuple[float, tuple[int, ...]]:
         """Returns the seconds of as many microbatches as fill the pipeline, and the warm-ups for more."""
@@ -61,9 +88,13 @@ class Steps:
         found = self._estimated.get(costs)
         if found is None:
             window, m = _window(costs), costs.num_microbatches
-            first_s, wanted = self._filling(costs)
-            second = _by_warmups(_shortened(costs, 2 * window), wanted) if wanted else None
-            if second is None:
+            twice = _shortened(costs, 2 * window)
+            if self._warmups is not None:
+                first_s, second = self._as_asked(_shortened(costs, window)), self._as_asked(twice)
+            else:
+                first_s, wanted = self._filling(costs)
+                second = _by_warmups(twice, wanted) if wanted else None
+            if first_s is None or second is None:
                 return INF
             pace_s = max((second - first_s) / window, shortest_period_s(costs))
             found = self._estimated[costs] = second + (m - 2 * window) * pace_s
