@@ -353,5 +353,5 @@ def test_a_search_that_ends_early_and_one_that_cannot_fit_say_so():
     with pytest.raises(PlanError, match="no plan for random 63 fits") as error:
         search(OwnJudge(problem), max_evaluations=2000)
     # The largest layer alone is too large for a device.
-    need, free, over = map(float, re.search(r"at least (\S+) GB and (\S+) GB .* \((\S+) GB too much", str(error.value)).groups())
+    need, free, over = map(float, re.findall(r"at least (\S+) GB and (\S+) GB .* \((\S+) GB too much", str(error.value))[0])
     assert over > 0 and over == pytest.approx(need - free, abs=0.01 * need)
