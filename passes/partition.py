@@ -17,7 +17,7 @@ from hetjax.ir import _jax
 from hetjax.ir.errors import LoweringError
 from hetjax.ir.exporter import export_jaxpr, to_jax_aval
 from hetjax.ir.graph import Aval, Graph, Literal, Op, Ref
-from hetjax.ir.program import Spec
+from hetjax.ir.program import Program, Spec
 from hetjax.ir.rebuild import rebuild_equations
 
 # Fragments that say the same are partitioned once; the blocks of a model mostly do.
@@ -186,3 +186,21 @@ def _signature(
         out.update(f"{op.primitive} {read} {made} {op.params!r}\n".encode())
     out.update(repr(([(local(r), spec) for r, spec in outputs.items()], tuple(axes))).encode())
     return out.hexdigest()
+
+
+def exchanged_bytes(program: Program) -> float | None:
+    """Returns the bytes that devices exchange inside stages in a step, by Shardy; None where it cannot tell."""
+    total = 0.0
+    for f in program.fragments:
+        mesh = program.meshes[f.stage]
+        if len(mesh.devices) == 1:
+            continue
+        avals = program.micro_avals if f.per_microbatch else program.avals
+        inputs, outputs = ({p.ref: p.spec for p in ports} for ports in (f.inputs, f.outputs))
+        try:
+            found = partition(f.ops, avals, inputs, outputs, mesh.axes)
+        except LoweringError:
+            return None
+        times = program.num_microbatches if f.per_microbatch else 1
+        total += times * sum(c.nbytes for c in found.collectives)
+    return total

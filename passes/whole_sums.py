@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from hetjax.ir import _jax
 from hetjax.ir.bundle import Bundle
-from hetjax.ir.errors import LoweringError, PassError
+from hetjax.ir.errors import PassError
 from hetjax.ir.graph import Op, Ref
 from hetjax.ir.importer import encoded_params
 from hetjax.ir.program import Fragment, Program, StageMesh
 from hetjax.passes.constraint_ops import Entry, constraint_equation, constraint_op
-from hetjax.passes.partition import partition
+from hetjax.passes.partition import exchanged_bytes
 
 # Reductions whose result depends on the order, and the parameter that holds what they reduce.
 _REDUCTIONS = {"reduce_sum": "axes", "reduce_prod": "axes", "reduce": "dimensions"}
@@ -149,7 +149,7 @@ def _told(before: Program, after: Program) -> list[str]:
     """Returns what whole sums cost, in sentences."""
     out = []
     if after is not before:
-        moved = [_moved_bytes(p) for p in (before, after)]
+        moved = [exchanged_bytes(p) for p in (before, after)]
         told = "" if None in moved else (
             f": {moved[1]:.0f} bytes a step are exchanged inside stages, {moved[0]:.0f} where each device adds a part"
         )
@@ -163,21 +163,3 @@ def _told(before: Program, after: Program) -> list[str]:
         if parts:
             out.append(f"{len(parts)} sums made inside loops over layers, beside other values, are added by microbatch")
     return out
-
-
-def _moved_bytes(program: Program) -> float | None:
-    """Returns the bytes that devices exchange inside stages in a step, by Shardy; None where it cannot tell."""
-    total = 0.0
-    for f in program.fragments:
-        mesh = program.meshes[f.stage]
-        if len(mesh.devices) == 1:
-            continue
-        avals = program.micro_avals if f.per_microbatch else program.avals
-        inputs, outputs = ({p.ref: p.spec for p in ports} for ports in (f.inputs, f.outputs))
-        try:
-            found = partition(f.ops, avals, inputs, outputs, mesh.axes)
-        except LoweringError:
-            return None
-        times = program.num_microbatches if f.per_microbatch else 1
-        total += times * sum(c.nbytes for c in found.collectives)
-    return total

@@ -4,8 +4,10 @@
 
 FOLDER holds `NAME/run.py` with a `build()` (see `hetjax check --help`), and files with a dict `CASES` of
 functions that give (fn, args, meta). Each case runs in a process of its own with 2 stages, 2
-microbatches and 2 shards; one that is refused runs once more with one microbatch, one that is past its
-bound once more with whole sums (`parallelize(sums="whole")`), and then in double precision.
+microbatches and 2 shards; one that is refused runs once more with one microbatch. One that is past its
+bound runs once more with whole sums (`parallelize(sums="whole")`), then with every op rounded as it is
+written besides (`hetjax check --as-written`), then in double precision; and plain jit on 2 devices runs
+in hetjax's place, to show what rounding alone does.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class Row:
       seconds: the run took.
       double: whether it ran in double precision.
       sums: "whole" where it ran with `parallelize(sums="whole")`.
+      as_written: whether every op rounded as it is written, on both sides.
+      plain: whether plain jit, its batch over `SHARDS` devices, ran in hetjax's place.
       stages: that ran; fewer than asked for where a function has no gradient whose forward could be cut.
     """
 
@@ -94,6 +98,8 @@ class Row:
     stages: int | None = None
     double: bool = False
     sums: str = ""
+    as_written: bool = False
+    plain: bool = False
 
 
 def cases_in(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, str]:
@@ -126,14 +132,21 @@ def _names(file: pathlib.Path) -> list[str]:
 
 
 def run_case(name: str, target: str, steps: int, environment: dict[str, str]) -> list[Row]:
-    """Returns the rows of one case: one, or more where splitting the batch is refused or rounding decides."""
-    rows = [_check(name, target, MICROBATCHES, steps, environment)]
+    """Returns the rows of one case: one, or more where splitting the batch is refused or rounding decides.
+
+    The last tells whether the case is right.
+    """
+    check = functools.partial(_check, name, target, steps=steps, environment=environment)
+    rows = [check(MICROBATCHES)]
     if rows[0].verdict == "refused":
-        rows.append(_check(name, target, 1, steps, environment))
+        rows.append(check(1))
+    microbatches = rows[-1].microbatches
     if rows[-1].verdict == "past its bound":
-        rows.append(_check(name, target, rows[-1].microbatches, steps, environment, sums="whole"))
+        rows += [check(1, plain=True), check(microbatches, sums="whole")]
     if rows[-1].verdict == "past its bound":
-        rows.append(_check(name, target, rows[-1].microbatches, steps, environment, double=True))
+        rows.append(check(microbatches, sums="whole", as_written=True))
+    if rows[-1].verdict == "past its bound":
+        rows.append(check(microbatches, double=True))
     return rows
 
 
@@ -169,13 +182,15 @@ def _code_digest() -> str:
 
 
 def _check(
-    name: str, target: str, microbatches: int, steps: int, environment: dict[str, str], *, double: bool = False,
-    sums: str = "",
+    name: str, target: str, microbatches: int, *, steps: int, environment: dict[str, str], double: bool = False,
+    sums: str = "", as_written: bool = False, plain: bool = False,
 ) -> Row:
+    how = ["--plain-devices", str(SHARDS)] if plain else [
+        "--stages", str(STAGES), "--microbatches", str(microbatches), "--mesh", f"{SHARDS},1"
+    ]  # fmt: skip
     command = [
-        sys.executable, "-c", "from hetjax.cli.main import main; main()", "check", target, "--stages", str(STAGES),
-        "--microbatches", str(microbatches), "--mesh", f"{SHARDS},1", "--steps", str(steps), "--json", *(["--double"] if double else []),
-        *(["--sums", sums] if sums else []),
+        sys.executable, "-c", "from hetjax.cli.main import main; main()", "check", target, *how, "--steps", str(steps), "--json",
+        *(["--double"] if double else []), *(["--sums", sums] if sums else []), *(["--as-written"] if as_written else []),
     ]  # fmt: skip
     start = time.monotonic()
     try:
@@ -187,7 +202,8 @@ def _check(
         report = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return Row(name, microbatches, "failed", reason=done.stderr.strip()[-400:], seconds=seconds)
-    return dataclasses.replace(row_of(name, microbatches, report, seconds, double), sums=sums)
+    row = row_of(name, microbatches, report, seconds, double)
+    return dataclasses.replace(row, sums=sums, as_written=as_written, plain=plain, stages=1 if plain else row.stages)
 
 
 def row_of(name: str, microbatches: int, report: dict[str, Any], seconds: float, double: bool = False) -> Row:
@@ -218,8 +234,10 @@ def markdown(rows: Sequence[Row]) -> str:
         "for the backwards, per microbatch.", "",
         "A case past its bound runs again with whole sums (`parallelize(sums=\"whole\")`, see docs/steps.md): no sum over",
         "examples is split over devices or microbatches then, and plain jit's order of adding is kept. One still past its",
-        "bound runs in double precision, both plain jit and hetjax, bounds 1e-9 and 1e-10: a mistake in how the step was",
-        "split shows there as well, rounding does not.", "",
+        "bound runs so once more with every op, of plain jit and of hetjax, rounded as the step is written (`hetjax check",
+        "--as-written`). Should that not do, double precision would: bounds 1e-9 and 1e-10 on both sides, where a mistake",
+        f"shows and rounding does not. A row \"plain jit on {SHARDS} devices\" is plain jit with its batch split over {SHARDS} devices, held",
+        "to the same bound: what the user's own data parallelism changes.", "",
         "| case | stages | microbatches | shards | verdict | max relative difference | residual bytes |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -228,6 +246,7 @@ def markdown(rows: Sequence[Row]) -> str:
         kept = "" if r.residual_bytes is None else f"{r.residual_bytes:,}"
         verdict = r.verdict + (f": {_plain(r.reason)}" if r.reason else "")
         name = r.case + (" in double precision" if r.double else "") + (" with whole sums" if r.sums else "")
+        name += (", as written" if r.as_written else "") + (f": plain jit on {SHARDS} devices" if r.plain else "")
         lines.append(f"| {name} | {r.stages or STAGES} | {r.microbatches} | {SHARDS} | {verdict} | {rel} | {kept} |")
     return "\n".join(lines) + "\n"
 

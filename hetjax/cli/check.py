@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hetjax.cli.devices import ensure_devices, force_cpu_devices
+from hetjax.cli.devices import ensure_devices, force_cpu_devices, round_as_written
 from hetjax.cli.main import EXIT_GOOD, EXIT_NEGATIVE, EXIT_REFUSED
 
 if TYPE_CHECKING:
@@ -32,12 +32,15 @@ if TYPE_CHECKING:
 @click.option("--axis-name", metavar="NAME", help="Bind this axis, for a step written for pmap.")
 @click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Devices that pmap ran on.")
 @click.option("--double", is_flag=True, help="Both sides in double precision: finds what is no rounding.")
+@click.option("--as-written", is_flag=True, help="Both sides with every op rounded as the step is written.")
+@click.option("--plain-devices", type=click.IntRange(2), metavar="N", help="Plain jit on N devices in hetjax's place: what rounding alone does.")
 @click.option("--rehearse", is_flag=True, help="Run the cluster's plan on CPU devices.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     target: str, cluster: str | None, stages: int | None, microbatches: int | None, mesh: str | None,
     steps: int, rtol: float | None, atol: float | None, per_microbatch: bool, crossing_dtype: str | None,
-    sums: str | None, axis_name: str | None, replicas: int, double: bool, rehearse: bool, as_json: bool,
+    sums: str | None, axis_name: str | None, replicas: int, double: bool, as_written: bool,
+    plain_devices: int | None, rehearse: bool, as_json: bool,
 ) -> int:
     """Run plain jit and hetjax side by side and compare every leaf of outputs and state.
 
@@ -51,11 +54,22 @@ def check(
     a parameter whose gradient is rounding noise is judged by its moments. max_rel is the largest difference
     in units of the bound, times rtol: at most rtol when equal.
 
+    Left free, XLA keeps bf16 values in f32 between some ops, and fuses some multiplications with additions:
+    which, depends on the program around them. --as-written forbids both, to plain jit and to hetjax.
+
     Exit codes: 0 equal; 1 unequal, or wrong input (JSON "ok" and "error" tell which); 3 refused.
     """
+    notes = (round_as_written(),) if as_written else ()
+    if plain_devices is not None:
+        planned = {"--cluster": cluster, "--stages": stages, "--microbatches": microbatches, "--mesh": mesh,
+                   "--per-microbatch": per_microbatch, "--crossing-dtype": crossing_dtype, "--sums": sums,
+                   "--axis-name": axis_name, "--rehearse": rehearse}  # fmt: skip
+        if any(planned.values()):
+            given = ", ".join(k for k, v in planned.items() if v)
+            raise click.UsageError(f"--plain-devices puts plain jit in hetjax's place, which takes no {given}")
     report, code = _check(
-        target, steps, _tolerance(rtol, atol), double,
-        needed=_devices_needed(stages, mesh),
+        target, steps, _tolerance(rtol, atol), double, notes, plain_devices,
+        needed=plain_devices or _devices_needed(stages, mesh),
         options={
             "cluster": cluster, "num_stages": stages, "num_microbatches": microbatches, "mesh": mesh,
             "per_microbatch": per_microbatch, "crossing_dtype": crossing_dtype, "rehearse": rehearse,
@@ -71,14 +85,14 @@ def check(
 
 
 def _check(
-    target: str, num_steps: int, tolerance: Any, double: bool, *, needed: int, options: dict[str, Any],
-    progress: Callable[[str], None] | None,
+    target: str, num_steps: int, tolerance: Any, double: bool, notes: tuple[str, ...], plain_devices: int | None, *,
+    needed: int, options: dict[str, Any], progress: Callable[[str], None] | None,
 ) -> tuple[dict[str, Any], int]:
     force_cpu_devices(max(8, needed))
     from hetjax.cli.target import load_case
     from hetjax.frontend.check_report import run_check
 
-    notes = tuple(n for n in (ensure_devices(needed) if options["cluster"] is None else "",) if n)
+    notes += tuple(n for n in (ensure_devices(needed) if options["cluster"] is None else "",) if n)
     case = load_case(target)
     given = {k: v for k, v in options.items() if v not in (None, False)}
     if case.meta.get("donate"):
@@ -89,7 +103,9 @@ def _check(
             progress(f"step {parity.step}: {'equal' if parity.ok else 'UNEQUAL'}")
 
     name = case.meta.get("name", target)
-    report = run_check(case, num_steps, name, tolerance, given, notes=notes, double=double, progress=tell)
+    report = run_check(
+        case, num_steps, name, tolerance, given, notes=notes, double=double, plain_devices=plain_devices, progress=tell
+    )
     if report.refusal is not None:
         return report.as_dict(), EXIT_REFUSED
     return report.as_dict(), EXIT_GOOD if report.ok else EXIT_NEGATIVE
@@ -155,5 +171,8 @@ def _print(report: dict[str, Any]) -> None:
         console.print(leaves)
     for note in report["notes"]:
         console.print(f"note: {note}", highlight=False, markup=False)
+    if report["stages"] is None:
+        console.print("[bold green]equal[/]" if report["ok"] else "[bold red]unequal[/]", highlight=False)
+        return
     ran = f"{report['stages']} stages, {report['microbatches']} microbatches, {report['bytes_between_stages']} bytes between stages a step"
     console.print(f"{'[bold green]equal[/]' if report['ok'] else '[bold red]unequal[/]'}: {ran}", highlight=False)

@@ -1,10 +1,13 @@
-"""Forced CPU devices, for commands that run a plan where its devices are not at hand."""
+"""Settings of XLA that must be made before jax is imported: forced CPU devices, rounding as written."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
+
+from hetjax.ir.errors import HetjaxError
 
 DEFAULT_COUNT = 8
 _COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -30,6 +33,30 @@ def force_cpu_devices(count: int = DEFAULT_COUNT, *, only_cpu: bool = False) -> 
     if only_cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
     return int(asked[1]) if asked else count
+
+
+def round_as_written() -> str:
+    """Makes XLA round after every op, as the step is written; returns what was done, in a sentence.
+
+    Left free, XLA keeps bf16 values in f32 between ops of one fusion, and on CPUs fuses multiplications with
+    additions, each of which leaves a rounding out; which, depends on what surrounds an op in its program.
+    Both are settings of the process: it must run before jax is imported. Without AVX2 an x86 processor has
+    no fused multiply-add; other processors keep theirs.
+
+    Raises:
+      HetjaxError: jax was imported already, without these settings.
+    """
+    flags = ["--xla_allow_excess_precision=false"]
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        flags.append("--xla_cpu_max_isa=AVX")
+    given = os.environ.get("XLA_FLAGS", "").split()
+    if not set(flags) <= set(given):
+        if "jax" in sys.modules:
+            raise HetjaxError(
+                f"jax has been imported, and takes no flags of XLA any more; set XLA_FLAGS='{' '.join(flags)}' before"
+            )
+        os.environ["XLA_FLAGS"] = " ".join([*given, *flags])
+    return f"every op rounds as it is written, on both sides (XLA_FLAGS {' '.join(flags)})"
 
 
 def ensure_devices(needed: int) -> str:

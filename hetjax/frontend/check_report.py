@@ -8,7 +8,7 @@ from typing import Any
 
 from hetjax.frontend.axis import bind_axis, describe
 from hetjax.frontend.compare import F32, Difference, Tolerance, worst
-from hetjax.frontend.parity import Case, StepParity, in_double_precision, side_by_side
+from hetjax.frontend.parity import Case, StepParity, in_double_precision, on_plain_devices, side_by_side
 from hetjax.ir.display import Shown
 from hetjax.ir.errors import HetjaxError, LoweringError, MicrobatchError
 
@@ -74,8 +74,8 @@ class CheckReport(Shown):
             return f"check of {self.name}: refused: {facts['reason']}"
         verdict = "equal" if self.ok else "UNEQUAL"
         lines = [
-            f"check of {self.name}: {verdict} to plain jit over {len(self.steps)} steps "
-            f"({facts['stages']} stages, {facts['microbatches']} microbatches)"
+            f"check of {self.name}: {verdict} to plain jit over {len(self.steps)} steps"
+            + (f" ({facts['stages']} stages, {facts['microbatches']} microbatches)" if self.stats else "")
         ]
         lines += [
             f"  {g['group']}: {g['leaves']} leaves, at most {g['of_bound']:.3g} of the bound"
@@ -121,12 +121,14 @@ def run_check(
     *,
     notes: tuple[str, ...] = (),
     double: bool = False,
+    plain_devices: int | None = None,
     progress: Callable[[StepParity], None] | None = None,
 ) -> CheckReport:
     """Returns the report of a case; `progress` is called after every step.
 
     With `double` both sides compute in double precision, and `DOUBLE` bounds every float leaf where no
-    tolerance is given.
+    tolerance is given. With `plain_devices` plain jit on so many devices stands in hetjax's place, and no
+    options are read.
     """
     if double:
         import jax
@@ -136,10 +138,19 @@ def run_check(
         wide = in_double_precision(case)
         notes = (*notes, "in double precision: the step's equations on 64-bit floats, its random bits as they are")
         with jax.enable_x64(True):
-            return run_check(wide, num_steps, name, tolerance or DOUBLE, options, notes=notes, progress=progress)
+            return run_check(
+                wide, num_steps, name, tolerance or DOUBLE, options, notes=notes, plain_devices=plain_devices, progress=progress
+            )
     from hetjax.frontend.decorator import parallelize
 
     done: list[StepParity] = []
+    if plain_devices is not None:
+        notes = (*notes, f"plain jit on {plain_devices} devices, the batch split over them, in hetjax's place")
+        for parity in side_by_side(case, on_plain_devices(case, plain_devices), num_steps, tolerance=tolerance):
+            done.append(parity)
+            if progress:
+                progress(parity)
+        return CheckReport(name, tuple(done), tolerance, None, {}, notes)
     try:
         parallel = parallelize(case.step, **options)
         if options.get("axis_name") is not None:  # plain jit needs the axis bound too

@@ -132,6 +132,48 @@ def in_double_precision(case: Case) -> Case:
         return Case(step, widen(0, state), wide, {**case.meta, "framework": "linen"})
 
 
+def on_plain_devices(case: Case, num_devices: int) -> Callable[..., Any]:
+    """Returns `case.step` under plain jit on several devices, to be called as the step is.
+
+    Arrays of the batch whose first dimension divides are split over the devices, as a user's own data
+    parallelism does; all else is on each of them. How far that is from plain jit on one device is what
+    rounding alone does.
+
+    Args:
+      case: the step.
+      num_devices: how many of the local devices.
+
+    Raises:
+      HetjaxError: there are fewer.
+    """
+    import jax
+    import numpy as np
+
+    devices = jax.devices()
+    if num_devices > len(devices):
+        raise HetjaxError(f"plain jit is to run on {num_devices} devices, and there are {len(devices)}")
+    mesh = jax.sharding.Mesh(np.array(devices[:num_devices]), ("data",))
+    plain = jax.jit(_pure(case), static_argnums=0)
+
+    def place(leaf: Any, split: bool) -> Any:
+        shape = np.shape(leaf)
+        spec = ("data",) if split and shape and shape[0] % num_devices == 0 else ()
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    def call(live: Any, batch: Any) -> Any:
+        graphdef, state = _split(case.framework, live)
+        state = jax.tree.map(lambda x: place(_copy(x), False), state)
+        new, out = plain(graphdef, state, jax.tree.map(lambda x: place(x, True), batch))
+        if case.framework != "nnx":
+            return new, out
+        from flax import nnx
+
+        nnx.update(live, new)
+        return out
+
+    return call
+
+
 def run_plain(case: Case, num_steps: int, *, x64: bool = False) -> dict[Path, Leaf]:
     """Returns the state after some steps of `case.step` under plain jit, on the host.
 

@@ -116,3 +116,24 @@ def build_wrong_kinds():
 
 def build_raises():
     raise KeyError("no such data set")
+
+
+def build_half():
+    """Computes in bf16: XLA rounds less where it fuses, and a stage is fused otherwise than the whole step."""
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.standard_normal((8, 8)), jnp.float32) for _ in range(3)]
+    batch = {"x": rng.standard_normal((8, 16, 8)).astype(np.float32)}
+
+    def step(weights, batch):
+        def loss(weights):
+            h, *w = (a.astype(jnp.bfloat16) for a in (batch["x"], *weights))
+            for layer in w:
+                h = h + nn.gelu(h @ layer) * (h @ layer.T)
+                h = h.astype(jnp.float32)
+                h = (h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True))).astype(jnp.bfloat16)
+            return jnp.mean(jnp.square(h.astype(jnp.float32) - batch["x"]))
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, weights, grads), value
+
+    return step, weights, itertools.repeat(batch), {}

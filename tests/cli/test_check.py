@@ -1,6 +1,7 @@
 """`hetjax check`: equal, unequal, refused, and what wrong input is told."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -74,6 +75,31 @@ def test_unequal_names_the_worst_leaves(check):
     assert code == 1
     assert "worst leaves" in out
     assert out.splitlines()[-1].startswith("unequal: 2 stages, 2 microbatches, ")
+
+
+def test_plain_jit_on_two_devices_stands_in_hetjaxs_place(check):
+    code, out, _ = check(f"{STEPS}:build_nnx", "--plain-devices", "2", "--steps", "2", "--json")
+    report = json.loads(out)
+    assert (code, report["ok"], report["stages"]) == (0, True, None), report
+    assert 0 < report["max_rel"]  # it ran on two devices: sums over examples are rounded otherwise
+    assert "plain jit on 2 devices" in report["notes"][0]
+    code, out, err = check(f"{STEPS}:build", "--plain-devices", "2", *TWO)
+    assert code == 1 and "takes no --stages, --microbatches, --mesh" in out + err
+
+
+def test_rounding_as_written(check, tmp_path):
+    """A sum of three products in bf16: 2 stages give op by op what XLA, left free, gives otherwise in one program."""
+    command = [sys.executable, "-c", "from hetjax.cli.main import main; main()", "check", f"{STEPS}:build_half", "--stages", "2",
+               "--microbatches", "1", "--mesh", "1,1", "--steps", "1", "--json", "--rtol", "0", "--atol", "0"]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    free, written = (
+        json.loads(subprocess.run([*command, *more], capture_output=True, text=True, env=environment).stdout)
+        for more in ([], ["--as-written"])
+    )
+    assert written["ok"] and "rounds as it is written" in written["notes"][0], written
+    assert not free["ok"]  # the control
+    code, out, err = check(f"{STEPS}:build", "--as-written", *TWO)
+    assert code == 1 and "jax has been imported" in out + err
 
 
 def test_refused_in_words(check):

@@ -99,17 +99,20 @@ def test_a_refused_case_runs_again_with_one_microbatch(folder):
 
 
 @pytest.mark.quick
-def test_a_case_past_its_bound_runs_with_whole_sums_then_in_double_precision(monkeypatch):
-    def check(name, target, microbatches, steps, environment, *, double=False, sums=""):
-        right = double or (sums and name == "order")
-        return Row(name, microbatches, "right" if right else "past its bound", double=double, sums=sums)
+def test_a_case_past_its_bound_runs_with_ever_less_rounding_of_its_own(monkeypatch):
+    def check(name, target, microbatches, *, steps, environment, **how):
+        right = how.get({"order": "sums", "fusions": "as_written", "cancels": "double"}[name])
+        return Row(name, microbatches, "right" if right else "past its bound", **how)
 
     monkeypatch.setattr("hetjax.cli.case_table._check", check)
-    assert [(r.sums, r.double, r.verdict) for r in run_case("order", "", 1, {})] == [
-        ("", False, "past its bound"), ("whole", False, "right")]
-    rows = run_case("rounding", "", 1, {})
-    assert [(r.sums, r.double) for r in rows] == [("", False), ("whole", False), ("", True)] and is_right(rows)
-    assert "| order with whole sums | 2 |" in markdown(run_case("order", "", 1, {}))
+    ran = {name: run_case(name, "", 1, {}) for name in ("order", "fusions", "cancels")}
+    assert all(is_right(rows) for rows in ran.values())
+    assert [r.plain for r in ran["order"]] == [False, True, False]  # beside it, plain jit's own distance
+    assert [(r.sums, r.as_written, r.double) for r in ran["cancels"]] == [
+        ("", False, False), ("", False, False), ("whole", False, False), ("whole", True, False), ("", False, True)]
+    assert len(ran["fusions"]) == 4
+    page = markdown(ran["fusions"])
+    assert "| fusions with whole sums, as written | 2 |" in page and "| fusions: plain jit on 2 devices | 2 |" in page
 
 
 @pytest.mark.quick
@@ -177,7 +180,8 @@ def test_a_step_of_flax_as_it_is_published(shared_dir, tmp_path):
 @pytest.mark.nightly
 def test_every_shared_case(shared_dir, tmp_path):
     text = _table(shared_dir, tmp_path)
-    assert text.count("| flax_") == 13  # two of eight run with one microbatch too, two with whole sums, one in double precision
+    # Of eight two run with one microbatch too; two are past their bound: plain jit, whole sums; one as written besides.
+    assert text.count("| flax_") == 15
     assert text.count(" right") == 19
 
 

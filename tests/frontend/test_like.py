@@ -1,5 +1,7 @@
 """Functions of the state on a training plan: evaluation, norms, averages; gather, place, init."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,11 @@ def test_an_evaluation_sends_one_activation(trained):
     np.testing.assert_allclose(out["loss"], expected["loss"], rtol=1e-5)
     np.testing.assert_array_equal(out["predictions"], expected["predictions"])
     assert on_plan.stats()["bytes_between_stages"] == 8 * 6 * 16 * 4
+    # Stage 1 keeps its parameters split over its model axis.
+    split = [leaf for leaf in jax.tree.leaves(state) if not leaf.sharding.is_fully_replicated]
+    assert f"following: {len(split)} leaves of the state are kept split over" in on_plan.explain()
+    moved = int(re.search(r"a stage: (\d+) bytes a call are exchanged", on_plan.explain())[1])
+    assert moved >= 8 * 6 * 16 * 4  # at the least one sum of activations that the two halves of a product add up to
 
 
 def test_a_moving_average_stays_where_the_parameters_are(trained):
