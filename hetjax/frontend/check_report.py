@@ -8,7 +8,13 @@ from typing import Any
 
 from hetjax.frontend.axis import bind_axis, describe
 from hetjax.frontend.compare import F32, Difference, Tolerance, worst
-from hetjax.frontend.parity import Case, StepParity, in_double_precision, on_plain_devices, side_by_side
+from hetjax.frontend.parity import (
+    Case,
+    StepParity,
+    in_double_precision,
+    on_plain_devices,
+    side_by_side,
+)
 from hetjax.ir.display import Shown
 from hetjax.ir.errors import HetjaxError, LoweringError, MicrobatchError
 
