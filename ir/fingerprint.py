@@ -80,7 +80,23 @@ def plain(value: Any) -> Any:
         return ("record", value.kind, [(name, plain(v)) for name, v in value.fields])
     if isinstance(value, Graph):
         return _graph(value)
+    if isinstance(value, Handle) and (found := _abstract(value.value)) is not None:
+        return found
     raise Opaque(type(value).__name__ if not isinstance(value, Handle) else value.name)
+
+
+def _abstract(value: Any) -> Any:
+    """Returns a sharding over no devices in particular as builtin values, None for anything else."""
+    import jax
+
+    if not isinstance(value, jax.sharding.NamedSharding) or not isinstance(value.mesh, jax.sharding.AbstractMesh):
+        return None
+    mesh = value.mesh
+    entries = [repr(e) if e is jax.sharding.PartitionSpec.UNCONSTRAINED else e for e in value.spec]
+    return (
+        "sharding", list(mesh.shape.items()), [str(t) for t in mesh.axis_types],
+        [list(e) if isinstance(e, tuple) else e for e in entries], value.memory_kind,
+    )
 
 
 def _array(value: Any) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,9 @@ _OPEN = frozenset(
     }
 )
 
+
+# How a sharding is named; see `hetjax.ir.params_text.handle_name`.
+_NAMED_SHARDING = re.compile(r"NamedSharding\(([^;]+);(.*)\)")
 
 # Problems listed one by one in an error.
 SHOWN = 12
@@ -144,8 +148,24 @@ def _decode(primitive: str, name: str, value: Any) -> Any:
     if isinstance(value, Handle):
         if value.value is not None:
             return value.value
+        if found := _NAMED_SHARDING.fullmatch(value.name):
+            return _abstract_sharding(found[1], found[2])
         raise _Cannot(f"its parameter {name} is #{value.name}, which is no text")
     return value
+
+
+def _abstract_sharding(mesh: str, spec: str) -> Any:
+    """Returns the sharding of a constraint that a pass made: the runtime puts it on the devices of its stage."""
+    import jax
+
+    axes = [pair.split("=") for pair in mesh.split(",")]
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    entries = [
+        None if e == "-" else free if e == repr(free) else tuple(e.split("*")) if "*" in e else e
+        for e in (spec.split(",") if spec else ())
+    ]
+    abstract = jax.sharding.AbstractMesh(tuple(int(n) for _, n in axes), tuple(a for a, _ in axes))
+    return jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec(*entries))
 
 
 def _decode_symbol(symbol: str) -> Any:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from hetjax.ir import _jax
 from hetjax.ir.exporter import to_jax_aval
-from hetjax.ir.graph import Aval, Cost, Op, Ref
+from hetjax.ir.graph import Aval, Cost, Handle, Op, Ref
 from hetjax.ir.importer import encoded_params
 from hetjax.ir.program import Spec
 
 # The axes of one dimension; () for "on every device", None for whatever is found best.
 Entry = tuple[str, ...] | None
 _FREE = Cost(0, 0, 0)
+# How a sharding is named in text; see `hetjax.ir.params_text.handle_name`.
+_NAMED = re.compile(r"NamedSharding\((.*?);(.*)\)")
 
 
 def constraint_op(
@@ -65,13 +68,11 @@ def constrained_spec(op: Op, axes: Sequence[tuple[str, int]]) -> Spec | None:
       op: of a fragment.
       axes: (name, size) of the fragment's mesh.
     """
-    if op.primitive != "sharding_constraint" or op.eqn is None:
-        return None
-    import jax
-
-    sharding, ndim = op.eqn.params["sharding"], len(op.eqn.invars[0].aval.shape)
-    found = getattr(sharding, "spec", None)
-    if found is None or dict(sharding.mesh.shape) != dict(axes) or jax.sharding.PartitionSpec.UNCONSTRAINED in tuple(found):
+    said = op.param("sharding") if op.primitive == "sharding_constraint" else None
+    found = _NAMED.fullmatch(said.name) if isinstance(said, Handle) else None
+    if found is None or found[1] != ",".join(f"{name}={size}" for name, size in axes) or "UNCONSTRAINED" in found[2]:
         return None  # the user's own, or one that leaves a dimension to XLA
-    entries = [*found, *[None] * (ndim - len(found))]
-    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+    entries = found[2].split(",") if found[2] else []
+    if op.eqn is not None:  # trailing dimensions may be left out
+        entries += ["-"] * (len(op.eqn.invars[0].aval.shape) - len(entries))
+    return tuple(() if e == "-" else tuple(e.split("*")) for e in entries)

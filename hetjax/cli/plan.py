@@ -41,7 +41,7 @@ def _seconds(text: str) -> float:
 @click.option("--log", metavar="FILE", help="STEP: where the search's history goes [search.jsonl beside the plan].")
 @click.option("--objective", type=click.Choice(("time", "cost")), default="time", show_default=True, help="STEP: what is made small: seconds of a step, or its price.")
 @click.option("--price", multiple=True, metavar="KIND=PRICE", help="STEP: price of a device-hour, for --objective cost [price_per_hour in the cluster file].")
-@click.option("--pin", multiple=True, metavar="PIN", help="STEP: fix a decision: 'stage[1]=v100', or 'params/.../kernel=(None,tp)'.")
+@click.option("--pin", multiple=True, metavar="PIN", help="STEP: fix a decision: 'stage[1]=v100', 'stage[1].sequence=true' or 'params/.../kernel=(None,tp)'.")
 @click.option("--load", metavar="PLAN", help="STEP: take this plan, fitted to the step and cluster, and search nothing.")
 @click.option("--diff", nargs=2, metavar="PLAN PLAN", help="Say in what two plans differ, and end.")
 @click.option("--principles", is_flag=True, help="List the principles that guide the search, and end.")

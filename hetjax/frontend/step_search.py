@@ -383,7 +383,11 @@ class _Finals:
         if best is None or any(s.sequence for s in best.plan.stages):
             return
         plan = self.outlined[id(best)]
-        stages = tuple(dataclasses.replace(s, sequence=dict(s.axes).get("model", 1) > 1) for s in plan.stages)
+        fixed = {number for number, _ in self.wishes.pins.sequences}
+        stages = tuple(
+            s if k in fixed else dataclasses.replace(s, sequence=dict(s.axes).get("model", 1) > 1)
+            for k, s in enumerate(plan.stages)
+        )
         if stages == plan.stages:
             return
         graph, micro = self.proofs.at(plan.num_microbatches)

@@ -1,6 +1,7 @@
 """Decisions fixed by hand before a search: where a stage is, how a leaf of the state is split.
 
     stage[1]=v100                          stage 1 on a kind, or in a site, of this name (or its beginning)
+    stage[1].sequence=true                 whether what tensor parallelism leaves whole on stage 1 is split too
     params/.../kernel=(None,tp)            every leaf whose path has these parts, "..." for any in between
 """
 
@@ -20,6 +21,7 @@ from hetjax.passes.search.space import Pool
 # What people call the axes of a mesh.
 _AXES = {"tp": "model", "model": "model", "dp": "data", "data": "data"}
 _STAGE = re.compile(r"\s*stage\[(\d+)\]\s*=\s*(\S+)\s*")
+_SEQUENCE = re.compile(r"\s*stage\[(\d+)\]\.sequence\s*=\s*(true|false)\s*")
 _SPEC = re.compile(r"\s*([^=\s]+)\s*=\s*\((.*)\)\s*")
 
 Entry = tuple[str, ...]
@@ -32,15 +34,17 @@ class Pins:
     Attributes:
       stages: (stage, name of a kind or site) pairs.
       specs: (pattern of a leaf's path, axes by dimension) pairs.
+      sequences: (stage, whether its sequence is in parts) pairs.
     """
 
     stages: tuple[tuple[int, str], ...] = ()
     specs: tuple[tuple[str, tuple[Entry, ...]], ...] = ()
+    sequences: tuple[tuple[int, bool], ...] = ()
 
     @property
     def splits(self) -> bool:
-        """Returns whether a leaf is split over tensor-parallel devices."""
-        return any("model" in entry for _, spec in self.specs for entry in spec)
+        """Returns whether something is split over tensor-parallel devices."""
+        return any(on for _, on in self.sequences) or any("model" in entry for _, spec in self.specs for entry in spec)
 
 
 def read_pins(texts: Sequence[str]) -> Pins:
@@ -49,10 +53,12 @@ def read_pins(texts: Sequence[str]) -> Pins:
     Raises:
       PlanError: one is no pin; all of them.
     """
-    stages, specs, wrong = [], [], []
+    stages, specs, sequences, wrong = [], [], [], []
     for text in texts:
         if found := _STAGE.fullmatch(text):
             stages.append((int(found[1]), found[2]))
+        elif found := _SEQUENCE.fullmatch(text):
+            sequences.append((int(found[1]), found[2] == "true"))
         elif found := _SPEC.fullmatch(text):
             entries = [e.strip() for e in found[2].split(",") if e.strip()]
             unknown = [a for e in entries if e != "None" for a in e.split("*") if a not in _AXES]
@@ -61,10 +67,10 @@ def read_pins(texts: Sequence[str]) -> Pins:
             axes = (() if e == "None" else tuple(_AXES.get(a, a) for a in e.split("*")) for e in entries)
             specs.append((found[1], tuple(axes)))
         else:
-            wrong.append(f"--pin {text!r} is no pin; write stage[1]=KIND, stage[1]=SITE or PATH=(None,tp)")
+            wrong.append(f"--pin {text!r} is no pin; write stage[1]=KIND, stage[1]=SITE, stage[1].sequence=true or PATH=(None,tp)")
     if wrong:
         raise PlanError("\n".join(wrong))
-    return Pins(tuple(stages), tuple(specs))
+    return Pins(tuple(stages), tuple(specs), tuple(sequences))
 
 
 def pinned_pools(pins: Pins, pools: Sequence[Pool]) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -96,13 +102,21 @@ def pinned_pools(pins: Pins, pools: Sequence[Pool]) -> tuple[tuple[int, tuple[in
 
 
 def pin_specs(plan: Plan, pins: Pins, graph: Graph) -> Plan:
-    """Returns the plan with the pinned leaves, and what is updated with them, split as they must be.
+    """Returns the plan with the pinned leaves, and what is updated with them, split as they must be, and sequences.
 
     Raises:
-      PlanError: a pattern matches no leaf, or leaves of another number of dimensions.
+      PlanError: a pattern matches no leaf, or leaves of another number of dimensions; a stage whose sequence is
+        to be in parts is not there, or has no tensor-parallel devices.
     """
     leaves = [a for a in graph.inputs if a.role == "state"]
-    specs, wrong = dict(plan.state_specs), []
+    specs, stages, wrong = dict(plan.state_specs), list(plan.stages), []
+    for number, on in pins.sequences:
+        if number >= len(stages):
+            wrong.append(f"--pin stage[{number}].sequence: the plan has stages 0 to {len(stages) - 1}")
+        elif on and dict(stages[number].axes).get("model", 1) < 2:
+            wrong.append(f"--pin stage[{number}].sequence: stage {number} has no tensor-parallel devices to split it over")
+        else:
+            stages[number] = dataclasses.replace(stages[number], sequence=on)
     for pattern, spec in pins.specs:
         matching = [a for a in leaves if _matches(pattern, a.path)]
         if not matching:
@@ -120,7 +134,7 @@ def pin_specs(plan: Plan, pins: Pins, graph: Graph) -> Plan:
     if wrong:
         raise PlanError("\n".join(wrong))
     kept = {path: spec for path, spec in specs.items() if any(spec)}
-    return dataclasses.replace(plan, state_specs=tuple(sorted(kept.items())))
+    return dataclasses.replace(plan, state_specs=tuple(sorted(kept.items())), stages=tuple(stages))
 
 
 def _matches(pattern: str, path: str) -> bool:

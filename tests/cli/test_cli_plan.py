@@ -106,12 +106,13 @@ def test_cost_counts_devices_and_pins_split_leaves(tmp_path):
     cheap = json.loads(run(*words, "--objective", "cost", "--price", "fast=100", "--price", "slow=1"))
     assert {s["kind"] for s in cheap["plan"]["stages"]} == {"slow"}
     assert cheap["value"] == pytest.approx(cheap["iteration_s"] * cheap["devices_used"] / 3600)
-    split = json.loads(run(*words, "--pin", "params/.../hidden_0/kernel=(None,tp)", "--max-devices", 2))
+    both = ("--pin", "params/.../hidden_0/kernel=(None,tp)", "--pin", "stage[0].sequence=true")
+    split = json.loads(run(*words, *both, "--max-devices", 2))
     assert ["state/params/hidden_0/kernel", [[], ["model"]]] in split["plan"]["state_specs"]
-    assert split["devices_used"] == 2
+    assert split["devices_used"] == 2 and split["plan"]["stages"][0]["sequence"]
     diff = json.loads(run("--diff", tmp_path / "p.json", tmp_path / "p.json", "--json"))
     assert diff["same"]
-    for pin, why in [("stage[0]=h100", "no kind or site"), ("nowhere=(tp,)", "no leaf"), ("x=(zp)", "unknown axis 'zp'")]:
+    for pin, why in [("stage[0]=h100", "no kind or site"), ("nowhere=(tp,)", "no leaf"), ("x=(zp)", "unknown axis 'zp'"), ("stage[9].sequence=true", "the plan has stages 0 to")]:
         assert why in json.loads(run(*words, "--pin", pin, code=1))["error"]
 
 
