@@ -16,7 +16,11 @@ import hetjax
 from hetjax.explaining.movements import movements
 from hetjax.ir.cluster import Cluster
 from hetjax.ir.errors import PlanError, VerifyError
+from hetjax.ir.fingerprint import digest, plain
+from hetjax.ir.graph import Aval, Graph, Handle, Op
 from hetjax.ir.plan import Plan
+from hetjax.ir.rebuild import rebuild_equations
+from hetjax.passes.constraint_ops import constrained_spec, constraint_op
 from hetjax.passes.cost.estimate import estimate_program
 from tests.planning.test_sharded_state import exchanges_in
 from tests.support import assert_same, copy_tree
@@ -155,3 +159,19 @@ def test_it_is_refused_where_nothing_is_tensor_parallel(trained):
         plan.with_(stage={0: {"sequence": "yes"}})
     with pytest.raises(PlanError, match=r"stages\[0\].sequence: must be true or false"):
         Plan.from_json(in_parts(plan).to_json().replace('"sequence": true', '"sequence": 1'))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("entries", [(("data",), ("model",)), ((), None), (None, ("data", "model"))])
+def test_a_constraint_survives_its_text_and_has_a_digest(entries):
+    axes, aval = (("data", 2), ("model", 2)), Aval("f32", (4, 8))
+    eqn = jax.make_jaxpr(lambda x: x + 1)(jnp.zeros((4, 8))).jaxpr.eqns[0]
+    op = constraint_op(aval, 0, 1, entries, axes, Op("add", (0,), (1,), eqn=eqn))
+    text = dataclasses.replace(op, eqn=None, params=tuple((k, Handle(v.name) if isinstance(v, Handle) else v) for k, v in op.params))
+    rebuilt = rebuild_equations(Graph("g", (), (text,), (), (aval, aval))).ops[0]
+    assert rebuilt.eqn.params == op.eqn.params
+    assert constrained_spec(text, axes) == constrained_spec(op, axes) == (None if None in entries else entries)
+    assert constrained_spec(op, (("data", 1), ("model", 4))) is None
+    other = constraint_op(aval, 0, 1, ((), ("model",)), axes, Op("add", (0,), (1,), eqn=eqn))
+    digests = [digest([plain(v) for _, v in o.params]) for o in (op, op, other)]
+    assert digests[0] == digests[1] != digests[2]
