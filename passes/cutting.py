@@ -12,7 +12,7 @@ from hetjax.ir.graph import Graph, Ref, users
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.plan import Cut
 from hetjax.ir.suggest import nearest
-from hetjax.passes.placement import FORWARD, classify, rounds_of
+from hetjax.passes.op_kinds import FORWARD, classify, rounds_of
 
 # More candidates than this cost time and decide nothing; the ones with the fewest bytes are kept.
 MAX_CANDIDATES = 400

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from hetjax.ir.graph import Argument, Graph, Op, Ref, definitions
 from hetjax.ir.microbatching import Microbatching
 from hetjax.ir.program import Feed, Fragment, Port, Program, Return, StageMesh
-from hetjax.passes.placement import BACKWARD, CLONE, FORWARD, ONCE, UPDATE, Placement
+from hetjax.passes.op_kinds import BACKWARD, CLONE, FORWARD, ONCE, UPDATE
+from hetjax.passes.placement import Placement
 
 Order = tuple[int, int, int]
 _PHASE_NAMES = ("forward", "backward", "update")

@@ -7,30 +7,25 @@ the same equations on the same values. What depends on it is how many bytes cros
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hetjax.ir.errors import MicrobatchError
-from hetjax.ir.graph import Graph, Op, Ref, definitions, users
+from hetjax.ir.graph import Graph, Ref, definitions, users
 from hetjax.ir.microbatching import Microbatching
 from hetjax.passes.follow_updates import follow_updates
-from hetjax.passes.prover.analysis import is_parameter
-
-# What an op is to the schedule:
-#   once      before the microbatches, at full batch, on every stage that needs it
-#   clone     cheap and free of parameters: repeated inside every fragment that needs it
-#   forward, backward   per microbatch
-#   update    after the microbatches
-ONCE, CLONE, FORWARD, BACKWARD, UPDATE = "once", "clone", "forward", "backward", "update"
-_PHASE = {FORWARD: 0, BACKWARD: 1, UPDATE: 2}
-
-# Ops that make constants of numbers.
-CONSTANT_MAKERS = frozenset({
-    "add", "broadcast_in_dim", "convert_element_type", "div", "eq", "ge", "gt", "iota", "le", "lt", "max", "min",
-    "mul", "ne", "neg", "reshape", "select_n", "squeeze", "sub", "transpose",
-})
-
-Order = tuple[int, int, int]  # round, phase, level
+from hetjax.passes.fragment_order import Order, orders_of
+from hetjax.passes.op_kinds import (
+    BACKWARD,
+    CLONE,
+    FORWARD,
+    ONCE,
+    PHASE,
+    UPDATE,
+    acts,
+    classify,
+    rounds_of,
+)
+from hetjax.passes.update_stages import update_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,112 +46,6 @@ class Placement:
     stages: tuple[tuple[int, ...], ...]
     orders: Mapping[tuple[int, int], Order]
     homes: Mapping[Ref, int]
-
-
-def parameter_refs(graph: Graph) -> frozenset[Ref]:
-    """Returns the inputs that count as parameters, as the prover sees them."""
-    return frozenset(a.ref for a in graph.inputs if is_parameter(a, graph.avals[a.ref]))
-
-
-def depends_on(graph: Graph, sources: Iterable[Ref]) -> list[bool]:
-    """Returns, per op, whether it reads one of `sources` through any number of ops."""
-    reached = set(sources)
-    out = []
-    for op in graph.ops:
-        hit = any(r in reached for r in op.refs)
-        if hit:
-            reached.update(op.outputs)
-        out.append(hit)
-    return out
-
-
-def classify(graph: Graph, micro: Microbatching) -> list[str]:
-    """Returns the kind of every op."""
-    types, parametric = micro.types, depends_on(graph, parameter_refs(graph))
-    backward_refs: set[Ref] = set()
-    kinds: list[str] = []
-    for i, op in enumerate(graph.ops):
-        of = [types[r] for r in op.outputs]
-        if any(t.kind == "U" for t in of) or any(r in micro.resliced for r in op.outputs):
-            kind = UPDATE
-        elif any(r in micro.hoisted for r in op.outputs) or all(t.kind == "Z" or (t.kind == "R" and not t.power) for t in of):
-            kind = ONCE
-        elif not parametric[i]:
-            kind = CLONE
-        elif op.region == "backward" or any(r in backward_refs for r in op.refs):
-            kind = BACKWARD
-        else:
-            kind = FORWARD
-        if kind == BACKWARD:
-            backward_refs.update(op.outputs)
-        kinds.append(kind)
-    if micro.resliced:
-        _before_the_head(graph, micro, kinds)
-    _repeat_constants(graph, micro, kinds)
-    # A step-level op that no microbatch needs (weight decay, a learning rate) waits for the update, or its result would be held through the whole step.
-    defined = definitions(graph)
-    early = [k in (FORWARD, BACKWARD) for k in kinds]
-    for i in reversed(range(len(kinds))):
-        if early[i] or (kinds[i] == ONCE and graph.ops[i].outputs and _hoisted(graph.ops[i], micro)):
-            early[i] = True
-            for r in graph.ops[i].refs:
-                if r in defined:
-                    early[defined[r]] = True
-    kinds = [UPDATE if k == ONCE and not early[i] else k for i, k in enumerate(kinds)]
-    if micro.num_microbatches == 1:  # a callback that gives values runs once, on however many stages they are read
-        told: set[Ref] = set()
-        for i, op in enumerate(graph.ops):
-            if kinds[i] in (ONCE, CLONE) and op.outputs and (_acts(op) or told.intersection(op.refs)):
-                kinds[i] = FORWARD if early[i] else UPDATE
-                told.update(op.outputs)
-    return kinds
-
-
-def _before_the_head(graph: Graph, micro: Microbatching, kinds: list[str]) -> None:
-    """Makes forwards of the backward's ops that a loss head at full batch reads, as it runs before all backwards."""
-    wanted = set(micro.resliced)
-    for i in reversed(range(len(kinds))):
-        if wanted.intersection(graph.ops[i].outputs):
-            wanted.update(graph.ops[i].refs)
-            if kinds[i] == BACKWARD:
-                kinds[i] = FORWARD
-
-
-def _repeat_constants(graph: Graph, micro: Microbatching, kinds: list[str]) -> None:
-    """Makes clones of what is made of nothing (a broadcast number, an iota).
-
-    Made once, it would be held in memory and read from there by every fragment, and XLA could not see
-    that it is a constant.
-    """
-    from_nothing: set[Ref] = set()
-    for i, op in enumerate(graph.ops):
-        made_here = op.primitive in CONSTANT_MAKERS and all(r in from_nothing for r in op.refs)
-        if kinds[i] == ONCE and made_here and not _hoisted(op, micro):
-            kinds[i] = CLONE
-            from_nothing.update(op.outputs)
-
-
-def _hoisted(op: Op, micro: Microbatching) -> bool:
-    return any(r in micro.hoisted for r in op.outputs)
-
-
-def rounds_of(graph: Graph, kinds: Sequence[str]) -> list[int]:
-    """Returns the round of each op: how often the step has gone from update back to forward before."""
-    where: dict[Ref, tuple[int, int]] = {}
-    out = []
-    for op, kind in zip(graph.ops, kinds):
-        if kind not in _PHASE:
-            out.append(0)
-            continue
-        rnd, phase = 0, _PHASE[kind]
-        for r in op.refs:
-            if r in where:
-                before = where[r]
-                rnd = max(rnd, before[0] + (before[1] > phase))
-        out.append(rnd)
-        for r in op.outputs:
-            where[r] = (rnd, phase)
-    return out
 
 
 def _forward_demand(
@@ -206,8 +95,8 @@ def place(
     if whole_sums and micro.num_microbatches > 1:
         fixed = {i: stage[i] for i in _batch_sums(graph, micro, kinds)}
         kinds = [UPDATE if i in fixed else k for i, k in enumerate(kinds)]
-    stages = _update_stages(graph, kinds, stage, found_homes, num_stages, fixed, micro.resliced)
-    orders = _orders(graph, kinds, stages, first_backward=1 if micro.resliced else 0)
+    stages = update_stages(graph, kinds, stage, found_homes, num_stages, fixed, micro.resliced)
+    orders = orders_of(graph, kinds, stages, first_backward=1 if micro.resliced else 0)
     for argument in graph.inputs:
         found_homes.setdefault(argument.ref, 0)
     return Placement(num_stages, tuple(kinds), tuple(stages), orders, found_homes)
@@ -215,7 +104,7 @@ def place(
 
 def _refuse_repeated_effects(graph: Graph, kinds: Sequence[str]) -> None:
     """Raises for callbacks that every stage would run before the microbatches."""
-    lost = [op for op, kind in zip(graph.ops, kinds) if kind == ONCE and op.outputs and _acts(op)]
+    lost = [op for op, kind in zip(graph.ops, kinds) if kind == ONCE and op.outputs and acts(op)]
     if lost:
         listed = ", ".join(f"'{op.primitive}'{f' at {op.source}' if op.source else ''}" for op in lost)
         raise MicrobatchError(
@@ -227,7 +116,7 @@ def _refuse_repeated_effects(graph: Graph, kinds: Sequence[str]) -> None:
 def _one_fragment(graph: Graph) -> Placement:
     """Returns the placement of a step that is neither cut nor split: everything in one fragment."""
     n = len(graph.ops)
-    orders = {(i, 0): (0, _PHASE[UPDATE], 0) for i in range(n)}
+    orders = {(i, 0): (0, PHASE[UPDATE], 0) for i in range(n)}
     return Placement(1, (UPDATE,) * n, ((0,),) * n, orders, {a.ref: 0 for a in graph.inputs})
 
 
@@ -403,197 +292,3 @@ def _batch_sums(graph: Graph, micro: Microbatching, kinds: Sequence[str]) -> set
         if late and all(micro.types[r].kind == "S" for r in op.outputs):
             found.add(i)
     return found
-
-
-class _Sets:
-    """Union-find over refs."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Ref, Ref] = {}
-
-    def find(self, ref: Ref) -> Ref:
-        parent = self._parent.setdefault(ref, ref)
-        while parent != ref:
-            grand = self._parent.setdefault(parent, parent)
-            self._parent[ref] = grand
-            ref, parent = parent, grand
-        return ref
-
-    def union(self, a: Ref, b: Ref) -> None:
-        self._parent[self.find(a)] = self.find(b)
-
-    def __contains__(self, ref: Ref) -> bool:
-        return ref in self._parent
-
-
-def _update_stages(
-    graph: Graph, kinds: Sequence[str], stage: Sequence[int], homes: dict[Ref, int],
-    num_stages: int, fixed: Mapping[int, int], resliced: frozenset[Ref] = frozenset(),
-) -> list[tuple[int, ...]]:
-    """Places update ops: arrays with the state leaf they update, scalars wherever they are read.
-
-    Those in `fixed` stay on the stage that it gives by their number; values in `resliced` are also pulled by
-    the backwards that read them.
-    """
-    defined, readers = definitions(graph), users(graph)
-    array = lambda r: graph.avals[r].ndim > 0  # noqa: E731
-    sets = _Sets()
-    for i, op in enumerate(graph.ops):
-        if kinds[i] == UPDATE and i not in fixed:
-            linked = [r for r in (*op.refs, *op.outputs) if array(r)]
-            for a, b in itertools.pairwise(linked):
-                sets.union(a, b)
-            for r in linked:
-                sets.find(r)
-    for result in graph.outputs:  # a new leaf lives where the old one did
-        if result.updates is not None and isinstance(result.atom, int) and array(result.atom):
-            sets.union(result.atom, graph.inputs[result.updates].ref)
-    weight: dict[Ref, dict[int, int]] = {}
-
-    def vote(ref: Ref, at: int, nbytes: int) -> None:
-        votes = weight.setdefault(sets.find(ref), {})
-        votes[at] = votes.get(at, 0) + nbytes
-
-    for ref, home in homes.items():
-        if ref in sets and array(ref):
-            vote(ref, home, max(1, graph.avals[ref].nbytes) << 20)
-    for i, op in enumerate(graph.ops):  # values of the microbatches pull too, but weakly
-        if kinds[i] in (FORWARD, BACKWARD) or i in fixed:
-            for r in (*op.outputs, *(r for r in op.refs if r in resliced)):
-                if r in sets and array(r):
-                    vote(r, stage[i], graph.avals[r].nbytes)
-    where = {root: max(votes, key=lambda s: (votes[s], -s)) for root, votes in weight.items()}
-    for argument in graph.inputs:
-        if argument.ref in sets and array(argument.ref):
-            homes.setdefault(argument.ref, where.get(sets.find(argument.ref), 0))
-    out: list[tuple[int, ...]] = [
-        (stage[i],) if kinds[i] in (FORWARD, BACKWARD) or i in fixed else () for i in range(len(kinds))
-    ]
-    returned = {r.atom: r for r in graph.outputs if isinstance(r.atom, int)}
-    for i in reversed(range(len(graph.ops))):
-        op = graph.ops[i]
-        if kinds[i] != UPDATE or i in fixed:
-            continue
-        if _acts(op):
-            out[i] = (num_stages - 1,)  # all on one stage, or nothing would keep their order
-            continue
-        anchored = [r for r in (*op.refs, *op.outputs) if array(r)]
-        if anchored:
-            out[i] = (where.get(sets.find(anchored[0]), 0),)
-            continue
-        wanted = {s for r in op.outputs for u in readers.get(r, ()) for s in out[u]}
-        for r in op.outputs:
-            updates = returned[r].updates if r in returned else None
-            if r in returned and not wanted:
-                wanted.add(_scalar_owner(graph, kinds, stage, out, op, defined, sets, where))
-            elif updates is not None:
-                wanted.add(homes.get(graph.inputs[updates].ref, 0))
-        out[i] = tuple(sorted(wanted)) or (0,)
-    return out
-
-
-def _acts(op: Op) -> bool:
-    """Whether an op has an effect, as a print or a callback has: it runs once, and is not repeated."""
-    return op.eqn is not None and bool(op.eqn.effects)
-
-
-def _scalar_owner(
-    graph: Graph, kinds: Sequence[str], stage: Sequence[int], placed: Sequence[tuple[int, ...]],
-    op: Op, defined: Mapping[Ref, int], sets: _Sets, where: Mapping[Ref, int],
-) -> int:
-    """Returns the stage that has most of what a returned scalar is made from."""
-    seen, stack, found = set(), list(op.refs), []
-    while stack:
-        r = stack.pop()
-        if r in seen:
-            continue
-        seen.add(r)
-        if graph.avals[r].ndim and r in sets:
-            found.append(where.get(sets.find(r), 0))
-        elif r in defined:
-            i = defined[r]
-            if kinds[i] in (FORWARD, BACKWARD):
-                found.append(stage[i])
-            elif len(placed[i]) == 1:  # a sum put off, on the stage of its operands
-                found.append(placed[i][0])
-            elif kinds[i] == UPDATE:
-                stack.extend(graph.ops[i].refs)
-    return max(found, default=0, key=lambda s: (found.count(s), s))
-
-
-def _orders(
-    graph: Graph, kinds: Sequence[str], stages: Sequence[tuple[int, ...]], first_backward: int = 0
-) -> dict[tuple[int, int], Order]:
-    """Returns (round, phase, level) of each op on each of its stages; fragments sort by it.
-
-    No backward is in a round before `first_backward`, so that one fragment holds those that wait for a
-    loss head at full batch and those that need not.
-
-    Within a phase, the forward may go to later stages and the backward to earlier ones at the same
-    level; any other crossing starts the next level, so that fragments never wait for each other.
-    """
-    made: dict[Ref, dict[int, Order]] = {}
-    out: dict[tuple[int, int], Order] = {}
-    acted: Order = (0, 0, 0)  # when the last print or callback happens: the next one is not earlier
-    for i, op in enumerate(graph.ops):
-        if kinds[i] not in _PHASE:
-            continue
-        phase = _PHASE[kinds[i]]
-        for s in stages[i]:
-            order = (first_backward if kinds[i] == BACKWARD else 0, phase, 0)
-            for r in op.refs:
-                for t, before in _nearest(made.get(r, {}), s):
-                    order = max(order, _after(before, phase, t, s))
-            if kinds[i] == UPDATE and _acts(op):
-                order = acted = max(order, acted)
-            out[i, s] = order
-        for r in op.outputs:
-            made[r] = {s: out[i, s] for s in stages[i]}
-    return _delay_updates(graph, kinds, stages, out)
-
-
-def _delay_updates(
-    graph: Graph, kinds: Sequence[str], stages: Sequence[tuple[int, ...]],
-    orders: Mapping[tuple[int, int], Order],
-) -> dict[tuple[int, int], Order]:
-    """Moves update ops to the last level that serves their readers.
-
-    Left as early as they can be, the moments of every leaf would be computed before a global norm
-    arrives from the other stages, and wait for it in memory.
-    """
-    out = dict(orders)
-    readers = users(graph)
-    for i in reversed(range(len(graph.ops))):
-        if kinds[i] != UPDATE:
-            continue
-        for s in stages[i]:
-            latest: list[Order] = []
-            for r in graph.ops[i].outputs:
-                for u in readers.get(r, ()):
-                    for t in stages[u]:
-                        if t == s:
-                            latest.append(out[u, t])
-                        elif s not in stages[u] or len(stages[i]) == 1:
-                            latest.append(orders[i, s])
-            if latest and min(latest)[:2] == orders[i, s][:2]:
-                out[i, s] = max(orders[i, s], min(latest))
-    return out
-
-
-def _nearest(
-    made: Mapping[int, Order], s: int
-) -> list[tuple[int, Order]]:
-    """Returns where stage s takes a value from: itself if it makes it, else the first maker."""
-    if s in made:
-        return [(s, made[s])]
-    return [min(made.items(), key=lambda item: (item[1], item[0]))] if made else []
-
-
-def _after(before: Order, phase: int, source: int, target: int) -> Order:
-    rnd, earlier, level = before
-    if earlier > phase:
-        return (rnd + 1, phase, 0)
-    if earlier < phase:
-        return (rnd, phase, 0)
-    allowed = source == target or (phase == 0 and source < target) or (phase == 1 and source > target)
-    return (rnd, phase, level + (not allowed))

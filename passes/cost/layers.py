@@ -18,7 +18,8 @@ from hetjax.ir.plan import Cut
 from hetjax.ir.program import Fragment, Program, Spec
 from hetjax.passes.cost.program_price import OpWork
 from hetjax.passes.cutting import Candidate, cut_candidates
-from hetjax.passes.placement import BACKWARD, CLONE, FORWARD, ONCE, UPDATE, place
+from hetjax.passes.op_kinds import BACKWARD, CLONE, FORWARD, ONCE, UPDATE
+from hetjax.passes.placement import place
 
 # A stretch with less than this share of the forward's work and of the parameters joins its neighbour.
 _LEAST = 0.01
