@@ -5,8 +5,9 @@ business (`wires`). Gradients are summed after the last backward, or with every 
 so. The order is 1F1B with the warm-ups that hide the links, as far as memory allows, or those of the schedule asked
 for (`step_times`).
 
-`bound_s` is the largest of the chain of one microbatch, the busiest stage and the busiest line
-(`hetjax.passes.bounds`, without its windows); `seconds` runs the task lists.
+`bound_s` is the largest of the chain of one microbatch, the busiest stage, the busiest line (`hetjax.passes.bounds`,
+without its windows) and the way there and back of all microbatches, as many at a time as a stage's memory holds;
+`seconds` runs the task lists.
 """
 
 from __future__ import annotations
@@ -181,6 +182,14 @@ class OwnJudge:
             heads.append(head)
             if s < last:
                 head += stage.forward_s + crossings[s].serialisation_s + crossings[s].latency_s
+        # There and back from the start of a stage's forward to the end of its backward, for one microbatch.
+        round_s = 0.0
+        rounds = [0.0] * (last + 1)
+        for s in range(last, -1, -1):
+            round_s += stages[s].forward_s + stages[s].backward_s
+            rounds[s] = round_s
+            if s:
+                round_s += 2 * (crossings[s - 1].serialisation_s + crossings[s - 1].latency_s)
         best = 0.0
         tail = 0.0  # after the last backward of a stage
         for s in range(last + 1):
@@ -194,7 +203,8 @@ class OwnJudge:
                 best = max(best, heads[s - 1] + stages[s - 1].forward_s + m * c.serialisation_s)
             else:
                 tail = own
-            busy = m * (stage.forward_s + stage.backward_s)
+            # All microbatches take their time on the stage, and that of their way there and back by as many as it holds.
+            busy = m * max(stage.forward_s + stage.backward_s, rounds[s] / min(m, stage.most))
             best = max(best, heads[s] + busy + tail)
         return best
 
