@@ -1,7 +1,7 @@
 """Lanes in processes of their own: `python -m hetjax.passes.search.lane_process` is one.
 
-Parent and child speak over the child's standard input and output: a `Setting` first, then for every round the orders
-of the child's lanes, answered by what they did, or by the error that came up. A child whose parent is gone, however
+Parent and child speak over the child's standard input and output: a `Setting` first; then, if it is asked for, a lower
+bound; then for every round the orders of the child's lanes, answered by what they did, or by the error that came up. A child whose parent is gone, however
 it went, finds its input closed and ends at once. Ctrl-C is the parent's business.
 """
 
@@ -18,10 +18,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from hetjax.ir.errors import HetjaxError, PlanError
 from hetjax.passes.search.evaluator import Evaluator, Stopped
 from hetjax.passes.search.lanes import Done, Lane, Order, Setting, lanes_of
+from hetjax.passes.search.relaxation import lower_bound_of
 
 # A child's round may end so much later than the search before it is left behind.
 _GRACE_S = 2.0
@@ -57,6 +59,14 @@ class LaneProcess:
         self._input, self._output = self._process.stdin, self._process.stdout
         self._send(told)
 
+    def ask_bound(self, simple: float) -> None:
+        """Has a lower bound worked out, no less than one that is known."""
+        self._send(pickle.dumps(simple))
+
+    def bound(self, evaluator: Evaluator) -> float:
+        """Returns the lower bound asked for; raises as `done`."""
+        return self._answer(evaluator)
+
     def order(self, orders: Sequence[Order]) -> None:
         """Begins a round."""
         self._send(pickle.dumps(list(orders)))
@@ -71,6 +81,9 @@ class LaneProcess:
           Stopped: the search ended, and the child not in time.
           HetjaxError: what came up in the child, or that it ended.
         """
+        return self._answer(evaluator)
+
+    def _answer(self, evaluator: Evaluator) -> Any:
         while not select.select([self._output], [], [], _POLL_S)[0]:
             left_s = evaluator.left_s
             if evaluator.stop or (left_s is not None and left_s < -_GRACE_S):
@@ -79,7 +92,7 @@ class LaneProcess:
             answer = pickle.load(self._output)
         except (EOFError, pickle.UnpicklingError):
             raise self._ended() from None
-        if isinstance(answer, list):
+        if not isinstance(answer, tuple):
             return answer
         error, text = answer
         if isinstance(error, HetjaxError):
@@ -124,7 +137,10 @@ def main() -> None:
         try:
             if not lanes:
                 lanes = lanes_of(setting)
-            answer = [lane.work(order) for lane, order in zip(lanes, orders)]
+            if isinstance(orders, float):
+                answer = lower_bound_of(lanes[0].view, orders)
+            else:
+                answer = [lane.work(order) for lane, order in zip(lanes, orders)]
         except Exception as error:
             answer = (error if isinstance(error, HetjaxError) else None, traceback.format_exc())
         pickle.dump(answer, answers)

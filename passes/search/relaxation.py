@@ -343,6 +343,14 @@ class Relaxation:
         return np.concatenate([[0.0], np.cumsum(mine)]) * each
 
 
+def lower_bound_of(view: View, simple: float) -> float:
+    """Returns a value that no plan of a problem falls below, no less than one that is known."""
+    timed = view.evaluator.objective.name == "time" and isinstance(view.judge, OwnJudge)
+    if not timed or not view.prunes_by_bound:
+        return simple
+    return max(simple, Relaxation(view, view.quickest_sketch_s).bound_s())
+
+
 def _classes(low: int, high: int) -> Iterator[tuple[int, int]]:
     """Yields (least, most) of classes of shares that together are all from `low` to `high`."""
     while low <= high:

@@ -14,9 +14,8 @@ from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective, St
 from hetjax.passes.search.judge import INF, Judge, Report
 from hetjax.passes.search.lanes import Offers, Setting
 from hetjax.passes.search.moves import with_options
-from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.refine import Refiner
-from hetjax.passes.search.relaxation import Relaxation
+from hetjax.passes.search.relaxation import lower_bound_of
 from hetjax.passes.search.rounds import Rounds
 from hetjax.passes.search.space import PLAIN, Outline, Problem, problems_of
 from hetjax.passes.search.sweep import Sweep
@@ -180,14 +179,17 @@ def search(
         setting = Setting(judge, evaluator.objective, tuple(without), seed, ())
         rounds = Rounds(tree, offers, setting, processes or 1)
     # What is open now may be closed later: the bound of the whole problem is the root's, or a better one.
-    lower_bound = evaluator.lower_bound = tree.root.bound
+    evaluator.lower_bound = tree.root.bound
     if on_start is not None:
         on_start(evaluator)
     stopped = "idle"
     try:
-        if not sweep.active:
-            lower_bound = evaluator.lower_bound = _lower_bound(view, lower_bound)
-        (tree if rounds is None else rounds).run()
+        if rounds is not None:
+            rounds.run(bound=not sweep.active)
+        else:
+            if not sweep.active:
+                evaluator.lower_bound = lower_bound_of(view, tree.root.bound)
+            tree.run()
     except Stopped:
         spent = max_evaluations is not None and evaluator.looked_at >= max_evaluations
         stopped = "evaluations" if spent else "interrupted" if evaluator.stop else "time"
@@ -209,7 +211,7 @@ def search(
     proved = tree.root.closed and view.prunes_by_bound
     value = evaluator.best
     return SearchResult(
-        outline, report, value, value if proved else min(lower_bound, value), proved, evaluator.looked_at,
+        outline, report, value, value if proved else min(evaluator.lower_bound, value), proved, evaluator.looked_at,
         evaluator.simulations, seed, search_s, tuple(evaluator.improvements),
         SearchTree(_records(tree), "s" if evaluator.objective.name == "time" else ""), _unused(view, outline),
         tuple(describe(judge.problem, outline)),
@@ -230,14 +232,6 @@ def _check_stages(problem: Problem) -> None:
             f"the last stage there can be is stage[{most - 1}]"
             for s in beyond
         ])  # fmt: skip
-
-
-def _lower_bound(view: View, simple: float) -> float:
-    """Returns a value that no plan of the problem falls below, no less than the tree's bound."""
-    timed = view.evaluator.objective.name == "time" and isinstance(view.judge, OwnJudge)
-    if not timed or not view.prunes_by_bound:
-        return simple
-    return max(simple, Relaxation(view, view.quickest_sketch_s).bound_s())
 
 
 def _many_staged(problem: Problem) -> bool:

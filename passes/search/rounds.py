@@ -9,6 +9,7 @@ from __future__ import annotations
 from hetjax.passes.search.evaluator import Evaluator, Stopped
 from hetjax.passes.search.lane_process import LaneProcess
 from hetjax.passes.search.lanes import NUM_LANES, Done, Lane, Offers, Order, Setting, lanes_of
+from hetjax.passes.search.relaxation import lower_bound_of
 from hetjax.passes.search.tree import TreeSearch
 
 # Walks and evaluations of the tree, and evaluations of each lane, in a round.
@@ -51,15 +52,17 @@ class Rounds:
         for child in self._children:
             child.close()
 
-    def run(self) -> None:
+    def run(self, *, bound: bool) -> None:
         """Searches until the tree is settled or the budget is spent.
+
+        Args:
+          bound: whether a lower bound by relaxation is wanted, which is left with the evaluator.
 
         Raises:
           Stopped: the budget is spent.
         """
         tree, evaluator = self.tree, self.evaluator
-        while not tree.settled and not tree.warm:
-            tree.advance()
+        self._begin(bound)
         self._lanes = lanes_of(_with_lanes(self._setting, self._here), tree.view)
         idle = 0
         while not tree.settled and idle < _MOST_IDLE:
@@ -74,6 +77,26 @@ class Rounds:
                         evaluator.adopt(lane.evaluator.best, lane.evaluator.outline)
                 raise
             idle = idle + 1 if evaluator.looked_at == before else 0
+
+    def _begin(self, bound: bool) -> None:
+        """Lets the tree draw its first plans, while a child works out the bound, where there is one."""
+        tree, evaluator = self.tree, self.evaluator
+        simple = float(evaluator.lower_bound)
+        if bound and self._children:
+            self._children[0].ask_bound(simple)
+        elif bound:
+            evaluator.lower_bound = lower_bound_of(tree.view, simple)
+        stopped: Stopped | None = None
+        try:
+            while not tree.settled and not tree.warm:
+                tree.advance()
+        except Stopped as stop:
+            stopped = stop
+        late = evaluator.stop or (evaluator.left_s is not None and evaluator.left_s <= 0)
+        if bound and self._children and not late:
+            evaluator.lower_bound = self._children[0].bound(evaluator)
+        if stopped is not None:
+            raise stopped
 
     def _round(self) -> None:
         evaluator = self.evaluator

@@ -43,7 +43,9 @@ def many(seed: int = 3):
 def test_the_number_of_processes_changes_nothing_in_the_plan():
     found = [search(OwnJudge(many()), seed=2, max_evaluations=260, processes=n) for n in (1, 2, 4)]
     assert {f.evaluations for f in found} == {260}
+    assert found[0].lower_bound > 0
     for other in found[1:]:
+        assert other.lower_bound == found[0].lower_bound
         assert other.outline == found[0].outline
         assert other.simulations == found[0].simulations
         assert other.tree == found[0].tree
