@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from _planner_large import BASELINES
-from _planner_problems import random_sites
+from _planner_problems import four_sites, random_sites
 from _planner_settings import Settings
 from _report import Figure, Report
 
@@ -26,8 +26,11 @@ from hetjax.passes.search.space import Problem
 
 NAMES = tuple(dict.fromkeys(p.name for p in PRINCIPLES))
 # Small problems, decoders in sites, and evaluations each, of a full and a quick run; principles of a quick one.
-_FULL, _QUICK, _QUICK_NAMES = (24, 12, 400), (3, 1, 150), 3
+_FULL, _QUICK, _QUICK_NAMES = (24, 8, 400), (3, 1, 150), 3
 _NEAR = 1.01
+# Of the large instance: evaluations and seeds.
+_LARGE, _SEEDS = 1200, (0, 1, 2, 3)
+_FORESTS = {"forest: bonus": ("bonus",), "forest: ranking": ("ranking",), "forest: both": ("bonus", "ranking")}
 # The best plan known is at least that of a search with other draws and so many times the evaluations.
 _LONG_SEED, _LONG = 9, 4
 
@@ -38,19 +41,19 @@ class Arm:
 
     Attributes:
       name: of its row.
-      run: given an evaluations' limit and a problem, returns the improvements.
+      run: given a problem, a limit of evaluations and a seed, returns the improvements.
     """
 
     name: str
-    run: Callable[[Problem, int], list[Improvement]]
+    run: Callable[[Problem, int, int], list[Improvement]]
 
 
 def searching(name: str, **options: Any) -> Arm:
     """Returns a search with some options."""
 
-    def run(problem: Problem, evaluations: int) -> list[Improvement]:
+    def run(problem: Problem, evaluations: int, seed: int) -> list[Improvement]:
         evaluations *= options.get("times", 1)
-        more = {k: v for k, v in options.items() if k != "times"}
+        more = {"seed": seed, **{k: v for k, v in options.items() if k != "times"}}
         try:
             return list(search(OwnJudge(problem), max_evaluations=evaluations, **more).improvements)
         except PlanError:
@@ -60,7 +63,7 @@ def searching(name: str, **options: Any) -> Arm:
 
 
 def baseline(name: str) -> Arm:
-    def run(problem: Problem, evaluations: int) -> list[Improvement]:
+    def run(problem: Problem, evaluations: int, seed: int) -> list[Improvement]:
         evaluator = Evaluator(OwnJudge(problem), max_evaluations=evaluations)
         baselines.stopped(lambda: BASELINES[name](evaluator))
         return evaluator.improvements
@@ -81,15 +84,15 @@ def problems(small: int, sites: int) -> list[Problem]:
     return found + [random_sites(seed) for seed in range(sites)]
 
 
-def measured(settings: Settings, arm: Arm, index: int, problem: Problem, evaluations: int) -> dict[str, Any]:
+def measured(settings: Settings, arm: Arm, name: str, problem: Problem, evaluations: int, seed: int) -> dict[str, Any]:
     """Returns (evaluations, value) of every better plan on the way, and the CPU seconds it took."""
 
     def run() -> dict[str, Any]:
         begin = time.process_time()
-        found = arm.run(problem, evaluations)
+        found = arm.run(problem, evaluations, seed)
         return {"cpu_s": time.process_time() - begin, "found": [(i.evaluations, i.value) for i in found]}
 
-    return settings.kept.row(f"ablation {arm.name} {index} {evaluations}", run)
+    return settings.kept.row(f"ablation {arm.name} {name} {evaluations} {seed}", run)
 
 
 def ablation_part(report: Report, settings: Settings) -> list[Figure]:
@@ -99,18 +102,22 @@ def ablation_part(report: Report, settings: Settings) -> list[Figure]:
     others = [baseline(name) for name in BASELINES]
     less = [searching(f"without {name}", without=[name]) for name in names]
     less.append(searching("without any of them", without=NAMES))
-    arms = [whole, long, *others, *less]
-    posed = problems(small, sites)
-    found = {a.name: [measured(settings, a, i, p, evaluations) for i, p in enumerate(posed)] for a in arms}
-    best = [min(v for rows in found.values() for _, v in rows[i]["found"]) for i in range(len(posed))]
-
-    def table(some: list[Arm], begin: int, end: int) -> list[dict[str, Any]]:
-        return [_row(a.name, found[a.name][begin:end], best[begin:end], evaluations) for a in some]
-
+    forests = [searching(name, forest=ways) for name, ways in _FORESTS.items()]
+    posed = [(str(i), p, evaluations, 0) for i, p in enumerate(problems(small, sites))]
+    some = [whole, long, *others, *less, *forests]
+    found = {a.name: [measured(settings, a, *entry) for entry in posed] for a in some}
+    table = _tables(found, posed)
     parts = {f"{small} small problems": (0, small), f"{sites} decoders in sites": (small, len(posed))}
     for name, part in parts.items():
         report.tables[f"ablation: {name}, {evaluations} evaluations each"] = table([whole, *others], *part)
         report.tables[f"ablation: {name}, one principle less"] = table([whole, *less], *part)
+        report.tables[f"ablation: {name}, forest"] = table([whole, *forests], *part)
+    if not report.quick:
+        entries = [("736 devices", four_sites(), _LARGE, seed) for seed in _SEEDS]
+        large = {a.name: [measured(settings, a, *entry) for entry in entries] for a in (whole, *forests)}
+        report.tables[f"ablation: 736 devices, {len(_SEEDS)} seeds, {_LARGE} evaluations each, forest"] = _tables(
+            large, entries
+        )([whole, *forests], 0, len(entries))
     if report.quick:
         report.not_measured.append(f"ablation: principles {', '.join(NAMES[_QUICK_NAMES:])}")
     ours, *rows = table([whole, *others], 0, len(posed))
@@ -123,6 +130,18 @@ def ablation_part(report: Report, settings: Settings) -> list[Figure]:
         ),
         Figure("ablation: evaluations to within 1 % of the best", ours["evaluations to within 1 %"], "plans"),
     ]  # fmt: skip
+
+
+def _tables(found: dict[str, list[dict[str, Any]]], posed: list[tuple[str, Problem, int, int]]):
+    """Returns a function that gives the rows of some arms over some of the problems."""
+    names = [name for name, *_ in posed]
+    best = {n: min(v for rows in found.values() for r, m in zip(rows, names) if m == n for _, v in r["found"]) for n in names}
+
+    def table(arms: list[Arm], begin: int, end: int) -> list[dict[str, Any]]:
+        some = [best[n] for n in names[begin:end]]
+        return [_row(a.name, found[a.name][begin:end], some, posed[begin][2]) for a in arms]
+
+    return table
 
 
 def _row(name: str, rows: list[dict[str, Any]], best: list[float], evaluations: int) -> dict[str, Any]:

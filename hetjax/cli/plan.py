@@ -55,6 +55,7 @@ def _seconds(text: str) -> float:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search; the same seed and evaluations find the same plan.")
 @click.option("--processes", type=click.IntRange(1), help="Profiles: search in so many processes [1]; the same seed and evaluations find the same plan in any number.")
 @click.option("--without", multiple=True, metavar="NAME", help="Switch a principle off.")
+@click.option("--forest", multiple=True, type=click.Choice(("bonus", "ranking")), help="Use a random forest of the plans judged so (see --principles) [off]. Needs xgboost.")
 @click.option("--max-devices", type=click.IntRange(1), help="Use no more devices.")
 @click.option("--emit", type=click.Choice(("sailor",)), help="Profiles: print the plan in this form only.")
 @click.option("--explore", type=click.Path(dir_okay=False, path_type=Path), help="Also write the search to explore: .html, .txt, or .dot for Graphviz.")
@@ -100,7 +101,7 @@ def _plan_step(step: str, emit: str | None, as_json: bool, options: dict[str, An
     log = None if load else options["log"] or str(Path(output or "").parent / "search.jsonl")
     asked = Asked(
         step, options["cluster"], options["gbs"], options["microbatches"], options["schedule"],
-        options["evaluations"], _seconds(options["budget"] or "30s"), options["seed"], options["without"],
+        options["evaluations"], _seconds(options["budget"] or "30s"), options["seed"], options["without"], options["forest"],
         options["objective"], _prices(options["price"]), options["max_devices"] or 0, options["pin"], output, log,
         str(options["profiles"] or ""), as_json,
     )  # fmt: skip
@@ -151,7 +152,7 @@ def _plan_profiles(emit: str | None, as_json: bool, options: dict[str, Any]) -> 
         raise click.UsageError(f"{', '.join(wrong) or '--objective and --price'}: only a STEP takes it")
     if not options["profiles"].is_dir():
         raise click.UsageError(f"--profiles {options['profiles']}: a folder of published profiles is wanted, or give a STEP")
-    names = ("profiles", "model", "availability", "gbs", "cost", "evaluations", "seed", "without", "max_devices", "processes")
+    names = ("profiles", "model", "availability", "gbs", "cost", "evaluations", "seed", "without", "forest", "max_devices", "processes")
     budget_s = _seconds(options["budget"] or f"{_BUDGET_S}s")
     facts, published, found = _from_profiles(budget_s=budget_s, **{n: options[n] for n in names})
     if options["explore"] is not None:
@@ -166,19 +167,23 @@ def _plan_profiles(emit: str | None, as_json: bool, options: dict[str, Any]) -> 
 
 
 def _list_principles(as_json: bool) -> int:
+    from hetjax.passes.search.forest_bonus import WAYS, forest_there
     from hetjax.passes.search.principles import PRINCIPLES
 
+    rows = [{"name": p.name, "decides": p.decides, "summary": p.summary} for p in PRINCIPLES]
+    state = "off; --forest " if forest_there() else "off, as xgboost is not installed; --forest "
+    rows += [{"name": f"forest-{way}", "decides": "any", "summary": f"{text} ({state}{way})"} for way, text in WAYS.items()]
     if as_json:
-        click.echo(json.dumps([{"name": p.name, "decides": p.decides, "summary": p.summary} for p in PRINCIPLES]))
+        click.echo(json.dumps(rows))
         return 0
-    for p in PRINCIPLES:
-        click.echo(f"{p.name:20} {p.decides:8} {p.summary}")
+    for row in rows:
+        click.echo(f"{row['name']:20} {row['decides']:8} {row['summary']}")
     return 0
 
 
 def _from_profiles(
     *, profiles: Path, model: str, availability: str, gbs: int, cost: str, budget_s: float, evaluations: int,
-    seed: int, without: tuple[str, ...], max_devices: int | None, processes: int | None,
+    seed: int, without: tuple[str, ...], forest: tuple[str, ...], max_devices: int | None, processes: int | None,
 ) -> tuple[dict[str, Any], dict[str, Any], SearchResult]:
     """Returns what `--json` prints, the plan in the published form, and the search."""
     from hetjax.passes.cost.availability import availability_cluster, read_availability
@@ -200,7 +205,7 @@ def _from_profiles(
     table = PublishedTable(read_model(profiles, model), repaired=cost == "own")
     problem = Problem(table, cluster, pools_of(cluster), gbs, alike=True, max_devices=max_devices or 0)
     judge = PublishedJudge(problem, profiles) if cost == "published" else OwnJudge(problem)
-    found = search(judge, seed=seed, max_evaluations=evaluations, budget_s=budget_s, without=without, processes=processes)
+    found = search(judge, seed=seed, max_evaluations=evaluations, budget_s=budget_s, without=without, forest=forest, processes=processes)
     outline, seconds = found.outline, found.report.seconds
     other = OwnJudge(problem) if cost == "published" else PublishedJudge(problem, profiles)
     beside = other.report(outline)

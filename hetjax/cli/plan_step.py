@@ -32,7 +32,7 @@ class Asked:
       cluster: a TOML file; None for the local devices.
       batch: examples of a step; None for what `build` gives.
       microbatches, schedule: fixed; None leaves them to the search.
-      evaluations, budget_s, seed, without: of the search.
+      evaluations, budget_s, seed, without, forest: of the search.
       objective: "time" or "cost".
       prices: per device-hour by kind, in place of the cluster's.
       max_devices: 0 for all.
@@ -51,6 +51,7 @@ class Asked:
     budget_s: float
     seed: int
     without: tuple[str, ...]
+    forest: tuple[str, ...]
     objective: str
     prices: Mapping[str, float]
     max_devices: int
@@ -83,7 +84,7 @@ def plan_step(asked: Asked) -> tuple[dict[str, Any], SearchResult]:
     graph = analyse(Bundle(graph=traced.graph, cluster=cluster)).graph
     if graph is None:
         raise PlanError("nothing was traced")
-    effort = Effort(asked.evaluations, asked.budget_s, asked.seed, asked.without, finalists=4)
+    effort = Effort(asked.evaluations, asked.budget_s, asked.seed, asked.without, asked.forest, finalists=4)
     prices = prices_of(cluster, asked.prices) if asked.objective == "cost" else {}
     wishes = Wishes(asked.objective, prices, asked.max_devices, pins=read_pins(asked.pins))
     options = Options(
@@ -275,7 +276,7 @@ class _Watch:
         self._write(
             event="start", step=asked.target, cluster=cluster.name, cluster_hash=cluster.hash,
             seed=asked.seed, evaluations=asked.evaluations, objective=asked.objective,
-            without=list(asked.without), pins=list(asked.pins),
+            without=list(asked.without), forest=list(asked.forest), pins=list(asked.pins),
         )
 
     def start(self, evaluator: Evaluator) -> None:

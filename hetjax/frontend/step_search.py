@@ -63,6 +63,7 @@ class Effort:
       budget_s: a stop by the clock.
       seed: of all that is drawn.
       without: principles switched off.
+      forest: uses of a forest learned on the way (`hetjax.passes.search.forest_bonus.WAYS`).
       finalists: the most plans of the search that are lowered and judged in full.
     """
 
@@ -70,6 +71,7 @@ class Effort:
     budget_s: float = 10.0
     seed: int = 0
     without: tuple[str, ...] = ()
+    forest: tuple[str, ...] = ()
     finalists: int = 2
 
 
@@ -224,7 +226,7 @@ def search_step(
             found = search(
                 _PinnedJudge(problem, sync_each=True, schedule=options.schedule or ""), objective=Objective(wishes.objective, wishes.prices),
                 seed=effort.seed, max_evaluations=effort.evaluations, budget_s=effort.budget_s,
-                without=effort.without, on_start=on_start, on_improvement=on_improvement,
+                without=effort.without, forest=effort.forest, on_start=on_start, on_improvement=on_improvement,
             )  # fmt: skip
         except PlanError as error:
             # Layers counted one by one may hold more than their stage does, which the full judgement knows.

@@ -335,6 +335,25 @@ def train_forest(
 
     rows = np.array([features(s.work, s.kind, s.group, s.efficiency) for s in samples])
     goal = np.array([math.log(s.seconds / s.analytic_s) for s in samples])
+    version = f"xgboost {xgboost.__version__}, {trees} trees of depth {depth}, seed {seed}"
+    clusters = tuple(sorted({s.cluster for s in samples if s.cluster}))
+    grown = grow(rows, goal, trees=trees, depth=depth, seed=seed)
+    return dataclasses.replace(grown, kinds=tuple(sorted(kinds.items())), clusters=clusters, made_with=version)
+
+
+def grow(
+    rows: np.ndarray, goal: np.ndarray, *, trees: int, depth: int, seed: int, bins: int = 1024
+) -> ResidualForest:
+    """Returns a random forest of rows of numbers, which need not be those of `FEATURES`; it knows no device kind.
+
+    Args:
+      rows: [row, feature].
+      goal: what it is to say of each row.
+      trees, depth, seed: as for `train_forest`.
+      bins: values of a feature that are told apart.
+    """
+    import xgboost
+
     # Centred here, so that what the library adds to every prediction is nothing.
     centre = float(goal.mean())
     # What XGBRFRegressor trains; that class itself asks for scikit-learn, which nothing else here needs.
@@ -342,15 +361,13 @@ def train_forest(
         {
             "objective": "reg:squarederror", "num_parallel_tree": trees, "learning_rate": 1.0, "max_depth": depth,
             "subsample": 0.8, "colsample_bynode": 0.6, "base_score": 0.0, "reg_lambda": 1e-3, "seed": seed, "nthread": 1,
-            "tree_method": "hist", "max_bin": 1024,
+            "tree_method": "hist", "max_bin": bins,
         },
         xgboost.DMatrix(rows, goal - centre, nthread=1), num_boost_round=1,
     )  # fmt: skip
     raw = json.loads(bytes(booster.save_raw("json")))
-    grown = raw["learner"]["gradient_booster"]["model"]["trees"]
-    version = f"xgboost {xgboost.__version__}, {trees} trees of depth {depth}, seed {seed}"
-    clusters = tuple(sorted({s.cluster for s in samples if s.cluster}))
-    return ResidualForest(**_arrays(grown, centre), kinds=tuple(sorted(kinds.items())), clusters=clusters, made_with=version)
+    grown = _arrays(raw["learner"]["gradient_booster"]["model"]["trees"], centre)
+    return ResidualForest(**grown, kinds=(), clusters=(), made_with="")
 
 
 def _arrays(trees: Sequence[Any], centre: float) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 
 from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective, Stopped
+from hetjax.passes.search.forest_bonus import make_forest
 from hetjax.passes.search.judge import Groups, Judge
 from hetjax.passes.search.refine import Refiner
 from hetjax.passes.search.space import Micro, Outline
@@ -30,6 +31,7 @@ class Setting:
       without: principles switched off.
       seed: of the search.
       lanes: which of the lanes are here.
+      forest: uses of a forest that each learns (`forest_bonus.WAYS`).
     """
 
     judge: Judge
@@ -37,6 +39,7 @@ class Setting:
     without: tuple[str, ...]
     seed: int
     lanes: tuple[int, ...]
+    forest: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Lane:
     def __init__(self, setting: Setting, number: int, like: View | None = None):
         self.evaluator = Evaluator(setting.judge, setting.objective)
         self.view = View(self.evaluator, setting.without, like=like)
+        self.view.forest = make_forest(self.view, setting.seed + number * _APART, setting.forest)
         self._refiner = Refiner(self.view, setting.seed + number * _APART)
 
     def work(self, order: Order) -> Done:

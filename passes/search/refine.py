@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
+from hetjax.passes.search.forest_bonus import RANKED
 from hetjax.passes.search.judge import INF
 from hetjax.passes.search.neighbours import Neighbours
 from hetjax.passes.search.space import Group, Micro, Outline
@@ -147,13 +148,15 @@ class Refiner:
             self.random.shuffle(near)
             out += [(i / len(near) ** 0.5, self.random.random(), n) for i, n in enumerate(near)]
         out.sort(key=lambda x: x[:2])
-        left = _PATIENCE
-        for _, _, (other_micro, other) in out:
-            if len(other) <= self.problem.stage_limit and self.neighbours.may(other, groups):
-                yield other_micro, other
-                left -= 1
-                if not left:
-                    return
+        legal = (
+            n for _, _, n in out if len(n[1]) <= self.problem.stage_limit and self.neighbours.may(n[1], groups)
+        )
+        left, forest = _PATIENCE, self.view.forest
+        if forest is not None and forest.ranks:
+            some = list(itertools.islice(legal, RANKED))
+            yield from forest.ranked(some)
+            left -= len(some)
+        yield from itertools.islice(legal, left)
 
     def _value(self, micro: Micro, groups: Groups, before: float) -> float:
         key = (micro, groups)

@@ -11,6 +11,7 @@ from typing import Any
 from hetjax.ir.display import Shown
 from hetjax.ir.errors import HetjaxError, PlanError
 from hetjax.passes.search.evaluator import Evaluator, Improvement, Objective, Stopped
+from hetjax.passes.search.forest_bonus import FOREST, make_forest
 from hetjax.passes.search.judge import INF, Judge, Report
 from hetjax.passes.search.lanes import Offers, Setting
 from hetjax.passes.search.moves import with_options
@@ -143,6 +144,7 @@ def search(
     max_evaluations: int | None = None,
     budget_s: float | None = None,
     without: Sequence[str] = (),
+    forest: Sequence[str] = FOREST,
     on_improvement: Callable[[Improvement], None] | None = None,
     on_start: Callable[[Evaluator], None] | None = None,
     processes: int | None = None,
@@ -157,6 +159,8 @@ def search(
       seed: of all that is drawn.
       max_evaluations, budget_s: when to stop; without either, when nothing better can exist.
       without: principles switched off.
+      forest: uses of a forest that is learned on the way, of `forest_bonus.WAYS`; none where xgboost is not
+        installed, or the problem is small enough to be proved plan by plan.
       on_improvement: told of every new best plan.
       on_start: given the evaluator, whose `stop` ends the search with what it has.
       processes: over how many the search is divided; changes nothing in the plan, only how long it takes. Given, or
@@ -172,11 +176,13 @@ def search(
     )
     view = View(evaluator, without)
     sweep = Sweep(view)
+    ways = () if sweep.active else tuple(forest)
+    view.forest = make_forest(view, seed, ways)
     rounds: Rounds | None = None
     offers = Offers() if processes is not None or _many_staged(judge.problem) else None
     tree = TreeSearch(view, seed, Refiner(view, seed) if offers is None else offers, sweep)
     if offers is not None:
-        setting = Setting(judge, evaluator.objective, tuple(without), seed, ())
+        setting = Setting(judge, evaluator.objective, tuple(without), seed, (), ways)
         rounds = Rounds(tree, offers, setting, processes or 1)
     # What is open now may be closed later: the bound of the whole problem is the root's, or a better one.
     evaluator.lower_bound = tree.root.bound

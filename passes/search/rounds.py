@@ -146,4 +146,4 @@ class Rounds:
 
 
 def _with_lanes(setting: Setting, lanes: tuple[int, ...]) -> Setting:
-    return Setting(setting.judge, setting.objective, setting.without, setting.seed, lanes)
+    return Setting(setting.judge, setting.objective, setting.without, setting.seed, lanes, setting.forest)

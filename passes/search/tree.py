@@ -2,10 +2,11 @@
 
 Every step of the search walks down the tree, to the child with the largest
 
-  q + c * prior * sqrt(visits) / (1 + visits of the child)
+  q + c * (prior + bonus) * sqrt(visits) / (1 + visits of the child)
 
 q is the mean of the rewards seen below it and the best of them, each half, between the least and the most
-seen among its siblings; a reward is the best value known over the value found. Where the walk leaves the
+seen among its siblings; a reward is the best value known over the value found. The bonus is what a forest of the
+plans judged so far is unsure of, where there is one (`forest_bonus`). Where the walk leaves the
 tree, the rest of the plan is drawn by the principles' weights, cut and judged. Children come into play one by
 one, largest prior first, as their parent is visited (progressive widening). Two paths that differ by an
 exchange of pools which may change places lead to the same node (transposition).
@@ -86,6 +87,8 @@ class Child:
     state: State
     node: Node | None = None
     why: str = ""  # what principle is against it
+    fit: int = 0  # which of the forests, and
+    spread: float = 0.0  # how unsure it was
 
 
 class TreeSearch:
@@ -286,13 +289,25 @@ class TreeSearch:
             low, high = min(low, q), max(high, q)
         span = max(high - low, 1e-9)
         root = _EXPLORATION * math.sqrt(node.visits + 1)
+        bonus = self._bonus(found)
         chosen, best_score = found[0], -INF
-        for c, q in zip(found, qs):
+        for c, q, more in zip(found, qs, bonus):
             visits = c.node.visits if c.node is not None else 0
-            score = (0.5 if q is None else (q - low) / span) + c.prior * root / (1 + visits)
+            score = (0.5 if q is None else (q - low) / span) + (c.prior + more) * root / (1 + visits)
             if score > best_score:
                 chosen, best_score = c, score
         return chosen
+
+    def _bonus(self, found: list[Child]) -> list[float]:
+        """Returns what is added to the priors of children: their parts of the forest's spread."""
+        forest = self.view.forest
+        if forest is None or not forest.fits or not forest.bonus:
+            return [0.0] * len(found)
+        stale = [c for c in found if c.fit != forest.fits]
+        for c, spread in zip(stale, forest.spreads([c.state for c in stale])):
+            c.fit, c.spread = forest.fits, spread
+        total = sum([c.spread for c in found])
+        return [forest.bonus * c.spread / total if total else 0.0 for c in found]
 
     @staticmethod
     def _in_play(node: Node, most: int) -> list[Child]:

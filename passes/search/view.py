@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 
 from hetjax.passes.search.evaluator import Cutter, Evaluator
+from hetjax.passes.search.forest_bonus import PlanForest
 from hetjax.passes.search.judge import INF, pipeline_s
 from hetjax.passes.search.moves import Moves, State
 from hetjax.passes.search.principles import SLOW, Principle, active
@@ -45,6 +46,7 @@ class View:
         self.judge = evaluator.judge
         self.problem = evaluator.problem
         self.rates = like.rates if like is not None else Rates(self.judge)
+        self.forest: PlanForest | None = None  # where the search learns one
         self.principles = active(without)
         names = {p.name for p in self.principles}
         keep_apart = "no-dense-over-slow" in names and not self.problem.compressed
@@ -229,4 +231,6 @@ class View:
             if value < climb_below:
                 _, value = self.cutter.climb(m, outfit, edges, value)
             best = min(best, value)
+        if self.forest is not None:
+            self.forest.observe(micro, groups, best)
         return best
