@@ -45,7 +45,7 @@ def large_part(report: Report, settings: Settings) -> list[Figure]:
         for site in baselines.sites(four_sites())
     ]
     for r in rows:
-        r["over search"] = (r["step_s"] or INF) / found["step_s"] - 1
+        r["over search"] = r["step_s"] / found["step_s"] - 1 if r["step_s"] else None
     report.tables["large: baselines and single sites (0: nothing that fits)"] = rows
     best = min((r for r in rows if r["step_s"]), key=lambda r: r["step_s"])
     figures = [

@@ -117,7 +117,7 @@ def print_table(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def main(doc: str, run: Callable[[Report], None]) -> None:
