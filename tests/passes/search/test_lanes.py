@@ -22,8 +22,10 @@ from hetjax.passes.search.samples import random_problem
 
 ROOT = Path(__file__).resolve().parents[3]
 # Searches for long, over two processes, and says which the other is; tells what it has when it is interrupted.
+# A shell's background jobs ignore SIGINT, and so would what they start.
 SCRIPT = """
-import os
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from hetjax.passes.search.own_judge import OwnJudge
 from hetjax.passes.search.result import search
 from hetjax.passes.search.samples import random_problem
@@ -79,7 +81,10 @@ def test_a_killed_search_leaves_no_process_behind():
 def test_an_interrupted_search_keeps_the_best_plan():
     parent, child = begun()
     parent.send_signal(signal.SIGINT)
-    out, _ = parent.communicate(timeout=40)
+    try:
+        out, _ = parent.communicate(timeout=40)
+    finally:
+        parent.kill()
     word, stopped, seconds, value = out.splitlines()[-1].split()
     assert (word, stopped, parent.returncode) == ("found", "interrupted", 0)
     assert 0 < float(seconds) == float(value)
