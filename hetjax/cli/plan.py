@@ -214,7 +214,7 @@ def _from_profiles(
         "ok": True, "model": model, "cost": cost, "search_s": found.search_s, "evaluations": found.evaluations,
         "simulations": found.simulations, "seed": seed, "iteration_s": seconds,
         "iterations_per_s": 1 / seconds, "lower_bound_s": found.lower_bound, "gap": found.gap,
-        "proved": found.proved, "devices_used": sum(used), "devices": problem.num_devices,
+        "proved": found.proved, "stopped": found.stopped, "devices_used": sum(used), "devices": problem.num_devices,
         "global_batch": outline.num_microbatches * outline.groups[0].examples,
         f"{other.name}_iteration_s": beside.seconds if not beside.problems else None,
         "peak_bytes": [s.peak_bytes for s in found.report.stages],
