@@ -144,7 +144,7 @@ def on_plain_devices(case: Case, num_devices: int) -> Callable[..., Any]:
       num_devices: how many of the local devices.
 
     Raises:
-      HetjaxError: there are fewer.
+      HetjaxError: there are fewer, or (when called) no array of the batch divides over them.
     """
     import jax
     import numpy as np
@@ -161,6 +161,12 @@ def on_plain_devices(case: Case, num_devices: int) -> Callable[..., Any]:
         return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
 
     def call(live: Any, batch: Any) -> Any:
+        sizes = sorted({np.shape(x)[0] for x in jax.tree.leaves(batch) if np.shape(x)})
+        if all(size % num_devices for size in sizes):
+            raise HetjaxError(
+                f"{num_devices} devices divide no array of the batch (sizes {sizes}); nothing would be split. "
+                "Name a number that divides the batch size"
+            )
         graphdef, state = _split(case.framework, live)
         state = jax.tree.map(lambda x: place(_copy(x), False), state)
         new, out = plain(graphdef, state, jax.tree.map(lambda x: place(x, True), batch))

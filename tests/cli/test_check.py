@@ -87,6 +87,11 @@ def test_plain_jit_on_two_devices_stands_in_hetjaxs_place(check):
     assert code == 1 and "takes no --stages, --microbatches, --mesh" in out + err
 
 
+def test_plain_devices_that_cannot_split_the_batch_are_no_equal_verdict(check):
+    code, out, _ = check(f"{STEPS}:build", "--plain-devices", "7", "--steps", "1", "--json")
+    assert code == 1 and "7 devices divide no array of the batch" in json.loads(out)["error"]
+
+
 def test_rounding_as_written(check, tmp_path):
     """A sum of three products in bf16: 2 stages give op by op what XLA, left free, gives otherwise in one program."""
     command = [sys.executable, "-c", "from hetjax.cli.main import main; main()", "check", f"{STEPS}:build_half", "--stages", "2",
