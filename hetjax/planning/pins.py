@@ -112,7 +112,10 @@ def pin_specs(plan: Plan, pins: Pins, graph: Graph) -> Plan:
     specs, stages, wrong = dict(plan.state_specs), list(plan.stages), []
     for number, on in pins.sequences:
         if number >= len(stages):
-            wrong.append(f"--pin stage[{number}].sequence: the plan has stages 0 to {len(stages) - 1}")
+            wrong.append(
+                f"--pin stage[{number}].sequence: the best plan has stages 0 to {len(stages) - 1}; for one with so many, "
+                f"pin the place of that stage as well: --pin stage[{number}]=KIND"
+            )
         elif on and dict(stages[number].axes).get("model", 1) < 2:
             wrong.append(f"--pin stage[{number}].sequence: stage {number} has no tensor-parallel devices to split it over")
         else:

@@ -112,7 +112,7 @@ def test_cost_counts_devices_and_pins_split_leaves(tmp_path):
     assert split["devices_used"] == 2 and split["plan"]["stages"][0]["sequence"]
     diff = json.loads(run("--diff", tmp_path / "p.json", tmp_path / "p.json", "--json"))
     assert diff["same"]
-    for pin, why in [("stage[0]=h100", "no kind or site"), ("nowhere=(tp,)", "no leaf"), ("x=(zp)", "unknown axis 'zp'"), ("stage[9].sequence=true", "the plan has stages 0 to")]:
+    for pin, why in [("stage[0]=h100", "no kind or site"), ("nowhere=(tp,)", "no leaf"), ("x=(zp)", "unknown axis 'zp'"), ("stage[9].sequence=true", "the best plan has stages 0 to")]:
         assert why in json.loads(run(*words, "--pin", pin, code=1))["error"]
 
 
