@@ -34,7 +34,6 @@ def large_problem() -> Problem:
 
 
 def test_it_learns_what_is_quick_and_knows_what_it_never_saw():
-    pytest.importorskip("xgboost")
     view = View(Evaluator(OwnJudge(large_problem())))
     forest = PlanForest(view, 0, BOTH)
     plans: list[tuple[Micro, tuple[Group, ...]]] = [
@@ -78,7 +77,6 @@ def marks(most: int) -> set[int]:
 
 
 def test_the_same_seed_finds_the_same_plan_with_it():
-    pytest.importorskip("xgboost")
     problem = large_problem()
     runs = [search(OwnJudge(problem), max_evaluations=150, forest=ways) for ways in ((), BOTH, BOTH)]
     plain, first, second = ([(i.evaluations, i.value, i.outline) for i in r.improvements] for r in runs)
