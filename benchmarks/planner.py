@@ -21,6 +21,7 @@ import math
 import sys
 
 from _planner_parts import PARTS, Part
+from _planner_rescore import checkout
 from _planner_settings import Kept, Over, Settings
 from _report import Figure, Report, main
 
@@ -48,6 +49,10 @@ if __name__ == "__main__":
     parser.add_argument("--for-s", type=float, default=math.inf, help="seconds after which no row is begun")
     mine, rest = parser.parse_known_args()
     sys.argv = [sys.argv[0], *rest]
+    try:  # before anything is measured
+        checkout(None)
+    except FileNotFoundError as error:
+        sys.exit(f"error: {error}")
     main(
         (__doc__ or "") + "\n  --only PART (again for more), --data DIR, --large-s SECONDS, --keep FILE, --for-s SECONDS",
         lambda report: run(report, mine.only, Settings(mine.data, mine.large_s, kept=Kept(mine.keep, mine.for_s))),
